@@ -1,0 +1,143 @@
+"""The exporter checks itself: the written graph against transformers on the same checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from via_sd.export.errors import ExportError
+from via_sd.export.passes.attention_semantics import semantics_of
+
+#: Largest logit difference allowed in float32, as a share of the largest logit (at least 10).
+FP32_TOLERANCE = 1e-4
+#: Mean KL divergence in nats up to which a quantised model passes for that model. Small models lose a lot to int4 on
+#: the random text used here (0.99 for a 135M one); a graph that computes something else is several times further.
+QUANTISED_KL = 3.0
+_PREFILL, _STEP = 40, 5
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """Full verifier against transformers float32: positions compared, differences of logits and laws (nats)."""
+
+    positions: int
+    max_abs_difference: float
+    mean_kl: float
+    top1_agreement: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What transformers computes in float32 for a text of random tokens that passes every attention window.
+
+    `chunks` are the steps in which a graph is fed the `tokens`: a prefill, five tokens, single tokens.
+    """
+
+    tokens: np.ndarray
+    chunks: list[int]
+    logits: np.ndarray
+    max_seq_len: int
+
+
+def reference_logits(checkpoint: Path, max_seq_len: int, config: dict[str, Any]) -> Reference:
+    """Run the checkpoint in transformers (float32, eager attention) as the reference of `check_logits`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    windows = [s.window for s in semantics_of(config) if 0 < s.window < max_seq_len]
+    steps = [c for c in (_STEP, 1, 1) if max_seq_len > _PREFILL]
+    prefill = min(max([_PREFILL, *(w + 8 for w in windows)]), max_seq_len - sum(steps))
+    chunks = [prefill, *steps]
+    tokens = np.random.default_rng(0).integers(0, int(config["vocab_size"]), sum(chunks))
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    with torch.no_grad():
+        logits = model(torch.from_numpy(tokens[None])).logits[0].numpy()
+    return Reference(tokens, chunks, logits, max_seq_len)
+
+
+def check_logits(graph: Path, reference: Reference, *, quantised: bool) -> CheckResult:
+    """Feed the reference's text to the full tier of `graph` in its steps and compare every logit.
+
+    Raises:
+        ExportError: they differ by more than float32 rounding, or than quantisation, explains.
+    """
+    found = run_graph(graph, reference.tokens, reference.chunks, reference.max_seq_len)
+    result = compare_logits(found, reference.logits)
+    limit = FP32_TOLERANCE * max(10.0, float(np.abs(reference.logits).max()))
+    if not quantised and not result.max_abs_difference <= limit:
+        raise ExportError(
+            f"the exported graph differs from transformers by {result.max_abs_difference:.3g} in a logit (limit "
+            f"{limit:.3g}): this architecture is not exported right; --no-check writes the bundle all the same"
+        )
+    if quantised and not result.mean_kl <= QUANTISED_KL:
+        raise ExportError(
+            f"the quantised graph is {result.mean_kl:.3g} nats (KL) from transformers, limit {QUANTISED_KL}: "
+            "quantisation ruins this model; try --precision fp32, or --no-check"
+        )
+    return result
+
+
+def compare_logits(found: np.ndarray, wanted: np.ndarray) -> CheckResult:
+    """Compare logits [positions, vocab]; a NaN counts as an infinite difference."""
+    difference = float(np.abs(found - wanted).max())
+    p, q = log_softmax(wanted), log_softmax(found)
+    kl = float((np.exp(p) * (p - q)).sum(-1).mean())
+    agreement = float((found.argmax(-1) == wanted.argmax(-1)).mean())
+    return CheckResult(
+        len(found), difference if np.isfinite(difference) else float("inf"), kl if np.isfinite(kl) else float("inf"), agreement
+    )
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Natural log-probabilities in float64 along the last axis."""
+    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    result: np.ndarray = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return result
+
+
+def run_graph(graph: Path, tokens: np.ndarray, chunks: list[int], max_seq_len: int) -> np.ndarray:
+    """Feed `tokens` to the full tier in steps of `chunks` tokens; logits [tokens, vocab] of every position."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+    kv: dict[str, ort.OrtValue] = {}
+    logits, past = [], 0
+    for size in chunks:
+        feeds = {
+            "input_ids": tokens[None, past : past + size].astype(np.int64),
+            "last_position": np.array([past + size - 1], np.int32),
+            "total_length": np.array(past + size, np.int32),
+            "num_logits": np.array([size], np.int64),
+        }
+        binding = session.io_binding()
+        for value in session.get_inputs():
+            if value.name == "keep":
+                feeds["keep"] = np.ones(value.shape, bool)
+            elif value.name.startswith("past_key_values."):
+                if value.name not in kv:
+                    shape = [1, value.shape[1], max_seq_len, value.shape[3]]
+                    kv[value.name] = ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32))
+                binding.bind_ortvalue_input(value.name, kv[value.name])
+                binding.bind_ortvalue_output(value.name.replace("past_key_values", "present"), kv[value.name])
+        for name, array in feeds.items():
+            binding.bind_cpu_input(name, array)
+        binding.bind_output("logits", "cpu")
+        session.run_with_iobinding(binding)
+        logits.append(binding.get_outputs()[-1].numpy()[0].copy())
+        past += size
+    return np.concatenate(logits)

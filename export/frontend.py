@@ -1,0 +1,164 @@
+"""From a checkpoint to a decoder graph: Hugging Face directories, hub ids and GGUF files, through mobius-onnx."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from via_sd.export.errors import ExportError, UnsupportedModelError
+from via_sd.export.passes.residual import find_sublayers
+from via_sd.masks import ModelIdentity
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint as a float32 decoder graph, and the directory its configuration and tokenizer came from.
+
+    Attributes:
+        model: graph for the CPU provider (GroupQueryAttention, packed QKV), inputs as mobius names them.
+        directory: Hugging Face directory; for a GGUF file the temporary one it was converted to.
+        config: contents of `config.json` (of the text model, for a composite).
+        identity: what masks and bundles call this model by.
+    """
+
+    model: ir.Model
+    directory: Path
+    config: dict[str, Any]
+    identity: ModelIdentity
+
+
+@contextlib.contextmanager
+def open_checkpoint(source: str | Path, progress: Progress = lambda _: None) -> Iterator[Checkpoint]:
+    """The checkpoint at `source`: a Hugging Face directory, a GGUF file, or a hub id.
+
+    Raises:
+        ExportError: nothing usable at `source`, or a damaged file.
+        UnsupportedModelError: an architecture that cannot be exported or pruned.
+    """
+    with contextlib.ExitStack() as stack:
+        path = Path(source)
+        if path.is_file():
+            from via_sd.export.gguf import gguf_to_directory
+
+            target = Path(stack.enter_context(TemporaryDirectory(prefix="via-sd-gguf-")))
+            progress("reading GGUF")
+            gguf_to_directory(path, target)
+            directory = target
+        elif path.is_dir():
+            directory = path
+        else:
+            directory = _download(str(source))
+        config = _read_config(directory)
+        progress("building the graph")
+        model = _build(directory)
+        yield Checkpoint(model, directory, config, identify(model, config))
+
+
+def identify(model: ir.Model, config: dict[str, Any]) -> ModelIdentity:
+    """Name the model by its shape and a hash of its normalisation weights (float32, in order of execution)."""
+    sublayers = find_sublayers(model.graph)
+    digest = hashlib.sha256()
+    digest.update(json.dumps([config.get(k) for k in _SHAPE_KEYS]).encode())
+    for sublayer in sublayers:
+        weight = sublayer.norm.inputs[2 if sublayer.before.delta is not None else 1]
+        if weight is None or weight.const_value is None:
+            raise UnsupportedModelError(f"the norm of layer {sublayer.layer} has no constant weight")
+        digest.update(np.ascontiguousarray(weight.const_value.numpy(), dtype="<f4").tobytes())
+    return ModelIdentity(
+        model_type=str(config.get("model_type", "unknown")),
+        num_layers=len(sublayers) // 2,
+        hidden_size=int(config["hidden_size"]),
+        vocab_size=int(config["vocab_size"]),
+        fingerprint=digest.hexdigest()[:32],
+    )
+
+
+_SHAPE_KEYS = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    file = directory / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ExportError(
+            f"{directory} has no config.json; wanted a Hugging Face model directory, a GGUF file or a hub id"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ExportError(f"{file} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ExportError(f"{file} holds {type(config).__name__}, wanted an object")
+    text = config.get("text_config")
+    return text if isinstance(text, dict) and "hidden_size" in text else config
+
+
+def _build(directory: Path) -> ir.Model:
+    with _quiet():
+        try:
+            import mobius
+        except ImportError as error:
+            raise ExportError(f"exporting needs more packages ({error}): pip install 'via-sd-export[export]'") from None
+        _check_weights(directory)
+        try:
+            package = mobius.build(str(directory), dtype="f32", execution_provider="cpu")
+        except Exception as error:  # noqa: BLE001 - mobius raises many kinds; each means this checkpoint cannot be built
+            raise UnsupportedModelError(f"mobius-onnx cannot build {directory}: {type(error).__name__}: {error}") from error
+    if "model" not in package:
+        raise UnsupportedModelError(f"{directory} is not a causal language model (its parts: {', '.join(package)})")
+    model: ir.Model = package["model"]
+    missing = [name for name, value in model.graph.initializers.items() if value.const_value is None]
+    if missing:
+        raise ExportError(f"{directory} lacks weights for {missing[:3]} ({len(missing)} in all)")
+    return model
+
+
+def _check_weights(directory: Path) -> None:
+    """Read every safetensors header: a truncated file is named here, where it can be understood."""
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ExportError(f"{directory} has no *.safetensors file; convert the checkpoint to safetensors first")
+    for file in files:
+        try:
+            with safe_open(file, framework="np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ExportError(f"{file} is damaged ({error}); fetch it again") from None
+
+
+def _download(name: str) -> Path:
+    looks_like_hub_id = name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    if not looks_like_hub_id:
+        raise ExportError(f"{name} does not exist; wanted a Hugging Face model directory, a GGUF file or a hub id")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors", "tokenizer*"]))
+    except Exception as error:  # noqa: BLE001 - network, authorisation and naming errors all mean the same here
+        raise ExportError(
+            f"{name} is no local path and cannot be fetched from the hub ({type(error).__name__}: {error})"
+        ) from None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the frontend's libraries from logging their inner steps."""
+    previous = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(previous)

@@ -1,0 +1,26 @@
+"""Graph passes on `onnx_ir`, one subject each; every class says what it requires and what it ensures."""
+
+from via_sd.export.passes.attention_semantics import AttentionSemanticsPass, LimitPositionsPass
+from via_sd.export.passes.fuse_mlp import FuseGateUpPass
+from via_sd.export.passes.prune import PrunePass
+from via_sd.export.passes.quantize import QuantizePass
+from via_sd.export.passes.residual import State, Sublayer, find_sublayers
+from via_sd.export.passes.route import RoutePass, Segment, keep_vector, plan_segments
+from via_sd.export.passes.step_inputs import LastLogitsPass, StepInputsPass
+
+__all__ = [
+    "AttentionSemanticsPass",
+    "FuseGateUpPass",
+    "LastLogitsPass",
+    "LimitPositionsPass",
+    "PrunePass",
+    "QuantizePass",
+    "RoutePass",
+    "Segment",
+    "State",
+    "StepInputsPass",
+    "Sublayer",
+    "find_sublayers",
+    "keep_vector",
+    "plan_segments",
+]

@@ -1,0 +1,101 @@
+"""Make every attention node say what the checkpoint's configuration says: window, scale, soft cap.
+
+Frontends drop these silently for some families; a greedy decode hides it, the logits do not. What GroupQueryAttention
+can express is corrected here, what it cannot is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from via_sd.export.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class AttentionSemantics:
+    """One layer's attention: `window` in tokens (-1: unlimited), score `scale`, score soft cap (0: none)."""
+
+    window: int
+    scale: float
+    softcap: float
+
+
+def semantics_of(config: dict[str, Any]) -> list[AttentionSemantics]:
+    """What `config` (a Hugging Face text config) asks of each layer's attention."""
+    layers = int(config["num_hidden_layers"])
+    head_dim = config.get("head_dim") or int(config["hidden_size"]) // int(config["num_attention_heads"])
+    if config.get("attention_multiplier") is not None:
+        scale = float(config["attention_multiplier"])
+    else:
+        scale = 1.0 / math.sqrt(config.get("query_pre_attn_scalar") or head_dim)
+    softcap = float(config.get("attn_logit_softcapping") or 0.0)
+    window = config.get("sliding_window")
+    if config.get("use_sliding_window") is False:
+        window = None
+    kinds = config.get("layer_types") or ["sliding_attention" if window else "full_attention"] * layers
+    unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
+    if unknown:
+        raise UnsupportedModelError(f"layers of type {', '.join(unknown)} have no KV cache of the kind the tiers share")
+    return [
+        AttentionSemantics(int(window) if kind == "sliding_attention" and window else -1, scale, softcap)
+        for kind in kinds
+    ]
+
+
+class AttentionSemanticsPass(ir.passes.InPlacePass):
+    """Set window, scale and soft cap of every GroupQueryAttention to what the configuration says.
+
+    Requires: one GroupQueryAttention per layer, in order.
+    Ensures: `local_window_size`, `scale` and `softcap` as in `semantics_of(config)`; a window no sequence can
+    reach (`max_seq_len`) is left out.
+    """
+
+    def __init__(self, config: dict[str, Any], max_seq_len: int) -> None:
+        super().__init__()
+        self.wanted = semantics_of(config)
+        self.max_seq_len = max_seq_len
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        nodes = [node for node in model.graph if node.op_type == "GroupQueryAttention"]
+        if len(nodes) != len(self.wanted):
+            raise UnsupportedModelError(f"{len(nodes)} attention nodes for {len(self.wanted)} layers")
+        for node, wanted in zip(nodes, self.wanted, strict=True):
+            window = wanted.window if 0 < wanted.window < self.max_seq_len else -1
+            node.attributes["local_window_size"] = ir.AttrInt64("local_window_size", window)
+            node.attributes["scale"] = ir.AttrFloat32("scale", wanted.scale)
+            node.attributes["softcap"] = ir.AttrFloat32("softcap", wanted.softcap)
+        return ir.passes.PassResult(model, modified=True)
+
+
+class LimitPositionsPass(ir.passes.InPlacePass):
+    """Cut the rotary tables to `max_seq_len` rows: a long-context model's table is larger than its norms together.
+
+    Requires: nothing; tables that are computed in the graph are left alone.
+    Ensures: the same values for every position below `max_seq_len`.
+    """
+
+    def __init__(self, max_seq_len: int) -> None:
+        super().__init__()
+        self.max_seq_len = max_seq_len
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        tables = {
+            table
+            for node in model.graph
+            if node.op_type == "GroupQueryAttention"
+            for table in node.inputs[7:9]
+            if table is not None and table.const_value is not None
+        }
+        cut = False
+        for table in tables:
+            rows = table.const_value.numpy()
+            if rows.shape[0] > self.max_seq_len:
+                kept = rows[: self.max_seq_len].copy()
+                table.const_value = ir.tensor(kept, name=table.name)
+                table.shape = ir.Shape(kept.shape)
+                cut = True
+        return ir.passes.PassResult(model, modified=cut)

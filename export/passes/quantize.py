@@ -1,0 +1,127 @@
+"""Weight-only block quantisation with ONNX Runtime's own kernels (`MatMulNBits`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+#: Entry of a value's metadata: the name of the initializer whose bytes it shares (same bytes, another shape).
+SHARES_BYTES_OF = "via_sd.shares_bytes_of"
+#: Activations in int8 for the product: the fast kernels, and what `accuracy_level=4` has meant throughout the field.
+ACCURACY_LEVEL = 4
+
+
+class QuantizePass(ir.passes.InPlacePass):
+    """Quantise every constant matrix product to `bits` (4 or 8), symmetric, in blocks along the inner dimension.
+
+    A tied embedding is read from the head's own quantised table (`GatherBlockQuantized`), so that the vocabulary is
+    stored once.
+
+    Requires: weights of `MatMul` and `FusedMatMul(transB)` are initializers of rank 2.
+    Ensures: no floating-point matrix product with a constant is left; no weight is stored twice.
+    """
+
+    def __init__(self, bits: int, block_size: int = 32, progress: Callable[[str], None] = lambda _: None) -> None:
+        super().__init__()
+        if bits not in (4, 8):
+            raise ValueError(f"bits is {bits}, wanted 4 or 8")
+        self.bits = bits
+        self.block_size = block_size
+        self.progress = progress
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        graph = model.graph
+        graph.opset_imports.setdefault("com.microsoft", 1)
+        for node in list(graph):
+            if node.op_type in ("MatMul", "FusedMatMul") and _is_constant(node.inputs[1]):
+                self._quantize(graph, node)
+        RemoveUnusedNodesPass()(model)
+        unused = [name for name, value in graph.initializers.items() if not value.uses()]
+        for name in unused:
+            del graph.initializers[name]
+        return ir.passes.PassResult(model, modified=True)
+
+    def ensures(self, model: ir.Model) -> None:
+        left = [n.name for n in model.graph if n.op_type in ("MatMul", "FusedMatMul") and _is_constant(n.inputs[1])]
+        if left:
+            raise ir.passes.PostconditionError(f"not quantised: {left}")
+
+    def _quantize(self, graph: ir.Graph, node: ir.Node) -> None:
+        weight = node.inputs[1]
+        assert weight is not None
+        assert weight.name is not None
+        assert weight.const_value is not None
+        self.progress(weight.name)
+        matrix = weight.const_value.numpy()
+        if node.op_type == "FusedMatMul":
+            matrix = matrix.T  # the embedding's layout, [vocab, hidden]
+        inner, outer = matrix.shape
+        packed, scales = quantize_blocks(np.ascontiguousarray(matrix), self.bits, self.block_size)
+        table = _initializer(graph, f"{weight.name}.q{self.bits}", packed)
+        scale = _initializer(graph, f"{weight.name}.scales", scales)
+        product = ir.node(
+            "MatMulNBits",
+            [node.inputs[0], table, scale],
+            {
+                "K": inner,
+                "N": outer,
+                "bits": self.bits,
+                "block_size": self.block_size,
+                "accuracy_level": ACCURACY_LEVEL,
+            },
+            domain="com.microsoft",
+            name=node.name,
+        )
+        ir.convenience.replace_nodes_and_values(graph, node, [node], [product], [node.outputs[0]], [product.outputs[0]])
+        for reader in list(weight.consumers()):
+            if reader.op_type == "Gather":
+                self._share_embedding(graph, reader, table, scale, inner)
+
+    def _share_embedding(
+        self, graph: ir.Graph, gather: ir.Node, table: ir.Value, scale: ir.Value, hidden: int
+    ) -> None:
+        if hidden % self.block_size:
+            raise ValueError(f"hidden size {hidden} is no multiple of the block size {self.block_size}")
+        assert table.const_value is not None
+        flat = table.const_value.numpy().reshape(table.const_value.shape[0], -1)
+        rows = _initializer(graph, f"{table.name}.rows", flat)
+        rows.metadata_props[SHARES_BYTES_OF] = table.name or ""
+        lookup = ir.node(
+            "GatherBlockQuantized",
+            [rows, gather.inputs[1], scale],
+            {"gather_axis": 0, "quantize_axis": 1, "block_size": self.block_size, "bits": self.bits},
+            domain="com.microsoft",
+            name=gather.name,
+        )
+        ir.convenience.replace_nodes_and_values(
+            graph, gather, [gather], [lookup], [gather.outputs[0]], [lookup.outputs[0]]
+        )
+
+
+def quantize_blocks(matrix: np.ndarray, bits: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Quantise float32 `matrix` [K, N] symmetrically in blocks of `block_size` along K.
+
+    Returns:
+        (packed uint8 [N, K / block_size, block_size * bits / 8], scales float32 [N, K / block_size]), the operands B
+        and scales of `MatMulNBits`.
+    """
+    from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, DefaultWeightOnlyQuantizer
+
+    config = DefaultWeightOnlyQuantConfig(block_size=block_size, is_symmetric=True, bits=bits)
+    packed, scales, _ = DefaultWeightOnlyQuantizer(config).qbits_block_quant(matrix.astype(np.float32, copy=False))
+    return packed, scales.reshape(packed.shape[0], -1)
+
+
+def _is_constant(value: ir.Value | None) -> bool:
+    return value is not None and value.const_value is not None and len(value.const_value.shape) == 2
+
+
+def _initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
+    value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
+    value.type = ir.TensorType(ir.DataType.from_numpy(array.dtype))
+    value.shape = ir.Shape(array.shape)
+    graph.register_initializer(value)
+    return value

@@ -1,0 +1,112 @@
+"""Step inputs: what a decoding step needs to say, and nothing it has to recompute.
+
+An exporter derives the lengths that GroupQueryAttention wants from an attention mask, which would have to grow by one
+entry per token; and it computes logits for every position. Here lengths and the number of logits become inputs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from via_sd.export.errors import UnsupportedModelError
+
+LAST_POSITION = "last_position"
+TOTAL_LENGTH = "total_length"
+NUM_LOGITS = "num_logits"
+
+
+class StepInputsPass(ir.passes.InPlacePass):
+    """Replace `attention_mask` by lengths.
+
+    Requires: every GroupQueryAttention reads its lengths from `attention_mask`.
+    Ensures: inputs `last_position` int32[batch], the index of the step's last token (tokens known before it), and
+    `total_length` int32[], the number of tokens in the KV cache after the step; no `attention_mask`.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        graph = model.graph
+        last = ir.Value(name=LAST_POSITION, type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape(["batch"]))
+        total = ir.Value(name=TOTAL_LENGTH, type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape([]))
+        attentions = [node for node in graph if node.op_type == "GroupQueryAttention"]
+        if not attentions:
+            raise UnsupportedModelError(
+                "the graph has no GroupQueryAttention: this model's attention has no in-place KV cache on this provider"
+            )
+        for node in attentions:
+            node.replace_input_with(5, last)
+            node.replace_input_with(6, total)
+        RemoveUnusedNodesPass()(model)
+        for value in [v for v in graph.inputs if v.name == "attention_mask"]:
+            if value.uses():
+                users = sorted({user.op_type for user in value.consumers()})
+                raise UnsupportedModelError(
+                    f"the attention mask is also read by {', '.join(users)}: not a plain causal decoder"
+                )
+            graph.inputs.remove(value)
+        graph.inputs.extend([last, total])
+        return ir.passes.PassResult(model, modified=True)
+
+
+class LastLogitsPass(ir.passes.InPlacePass):
+    """Compute logits for the last `num_logits` positions of a step only, and fold a tied head's transpose away.
+
+    Requires: `logits` is the LM head's product, possibly scaled or capped afterwards, one row per position.
+    Ensures: input `num_logits` int64[1]; output `logits` float[batch, num_logits, vocab]; a head that read
+    `Transpose(weight)` reads `weight` itself (`transB`), so that embedding and head stay one tensor.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        graph = model.graph
+        head = find_head(graph)
+        hidden = head.inputs[0]
+        assert hidden is not None
+        count = ir.Value(name=NUM_LOGITS, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1]))
+        graph.inputs.append(count)
+        end = ir.Value(name="int64_max", const_value=ir.tensor(np.array([np.iinfo(np.int64).max]), name="int64_max"))
+        axis = ir.Value(name="axis_position", const_value=ir.tensor(np.array([1]), name="axis_position"))
+        for constant in (end, axis):
+            graph.register_initializer(constant)
+        start = ir.node("Neg", [count], name="first_logit")
+        start.outputs[0].name = "first_logit"
+        rows = ir.node("Slice", [hidden, start.outputs[0], end, axis], name="last_hidden")
+        rows.outputs[0].name = "last_hidden"
+        rows.outputs[0].type = hidden.type
+        graph.insert_before(head, [start, rows])
+        head.replace_input_with(0, rows.outputs[0])
+
+        weight = head.inputs[1]
+        assert weight is not None
+        transpose = weight.producer()
+        if transpose is not None and transpose.op_type == "Transpose":
+            fused = ir.node(
+                "FusedMatMul", [rows.outputs[0], transpose.inputs[0]], {"transB": 1}, domain="com.microsoft", name="lm_head"
+            )
+            ir.convenience.replace_nodes_and_values(
+                graph, head, [head], [fused], [head.outputs[0]], [fused.outputs[0]]
+            )
+            graph.opset_imports.setdefault("com.microsoft", 1)
+        RemoveUnusedNodesPass()(model)
+        for value in graph.outputs:
+            if value.name == "logits":
+                value.shape = ir.Shape(["batch", NUM_LOGITS, _vocabulary(value)])
+        return ir.passes.PassResult(model, modified=True)
+
+
+def find_head(graph: ir.Graph) -> ir.Node:
+    """The node that multiplies the last hidden state by the vocabulary."""
+    logits = next((v for v in graph.outputs if v.name == "logits"), None)
+    node = logits.producer() if logits is not None else None
+    while node is not None and node.op_type not in ("MatMul", "FusedMatMul", "MatMulNBits"):
+        sources = [v.producer() for v in node.inputs if v is not None and v.producer() is not None]
+        node = sources[0] if len(sources) == 1 else None
+    if node is None:
+        raise UnsupportedModelError("cannot find the LM head: `logits` does not come from a matrix product")
+    return node
+
+
+def _vocabulary(logits: ir.Value) -> int | str:
+    assert logits.shape is not None
+    size = logits.shape[-1]
+    return size if isinstance(size, int) else "vocab"

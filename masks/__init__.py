@@ -1,0 +1,23 @@
+"""What to skip: mask files and the search for masks. Imports nothing else of ours."""
+
+from via_sd.masks.maskfile import (
+    SCHEMA,
+    Mask,
+    MaskError,
+    MaskFormat,
+    ModelIdentity,
+    parse_mask,
+    read_mask,
+    write_mask,
+)
+
+__all__ = [
+    "SCHEMA",
+    "Mask",
+    "MaskError",
+    "MaskFormat",
+    "ModelIdentity",
+    "parse_mask",
+    "read_mask",
+    "write_mask",
+]

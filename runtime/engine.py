@@ -1,0 +1,44 @@
+"""The seam between decoding and whatever runs the graphs: engines and their KV slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+FULL = "full"
+
+
+class Slot(Protocol):
+    """One sequence's KV buffers, [1, heads, max_seq_len, head_dim] per layer and part, updated in place."""
+
+    def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> np.ndarray:
+        """Feed `tokens` at positions `past`, `past + 1`, … and return logits of the last `rows` of them.
+
+        What the buffers hold from position `past` on is overwritten. A slot serves one thread at a time; different
+        slots of an engine may run at once.
+
+        Returns:
+            float32 [rows, vocab_size], a view that the next call on this slot overwrites.
+        """
+        ...
+
+
+class Engine(Protocol):
+    """A loaded model, one or several tiers of it over one set of weights."""
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names of the tiers it can run, highest rank first; `full` is the first."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_seq_len(self) -> int: ...
+
+    def new_slot(self) -> Slot:
+        """Allocate KV buffers for one sequence."""
+        ...
