@@ -265,7 +265,7 @@ def _drafter_mask(drafter: str, model: ModelIdentity, mask_format: MaskFormat | 
 
 
 def _check_nesting(masks: list[Mask]) -> None:
-    for outer, inner in zip(masks, masks[1:], strict=False):
+    for outer, inner in itertools.pairwise(masks):
         if inner.name == outer.name:
             raise ExportError(f"two masks are called '{inner.name}'; rename one of the files")
         if not inner.is_within(outer):
@@ -275,8 +275,8 @@ def _check_nesting(masks: list[Mask]) -> None:
                 if i and not o
             ]
             raise ExportError(
-                f"mask '{inner.name}' keeps the attention of layers {extra}, which '{outer.name}' skips: tiers share KV "
-                "buffers, so every mask must keep a subset of the attention the mask before it keeps"
+                f"mask '{inner.name}' keeps the attention of layers {extra}, which '{outer.name}' skips: tiers share "
+                "KV buffers, so every mask must keep a subset of the attention the mask before it keeps"
             )
 
 
@@ -302,7 +302,9 @@ def _contract(values: Sequence[ir.Value]) -> list[dict[str, Any]]:
 
 def _kv_contract(model: ir.Model) -> dict[str, Any]:
     """KV buffers of the full tier: [batch, heads, max_seq_len, head_dim], one key and one value per layer."""
-    keys = [v for v in model.graph.inputs if v.name and v.name.startswith("past_key_values.") and v.name.endswith(".key")]
+    keys = [
+        v for v in model.graph.inputs if v.name and v.name.startswith("past_key_values.") and v.name.endswith(".key")
+    ]
     shapes = {tuple(d if isinstance(d, int) else None for d in key.shape or ()) for key in keys}
     if len(shapes) != 1:
         raise ExportError(f"layers differ in the shape of their KV cache: {sorted(map(str, shapes))}")

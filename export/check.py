@@ -57,12 +57,12 @@ def reference_logits(checkpoint: Path, max_seq_len: int, config: dict[str, Any])
     chunks = [prefill, *steps]
     tokens = np.random.default_rng(0).integers(0, int(config["vocab_size"]), sum(chunks))
     shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
     finally:
         if shown:
-            logging.enable_progress_bar()
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
     with torch.no_grad():
         logits = model(torch.from_numpy(tokens[None])).logits[0].numpy()
     return Reference(tokens, chunks, logits, max_seq_len)
@@ -97,7 +97,10 @@ def compare_logits(found: np.ndarray, wanted: np.ndarray) -> CheckResult:
     kl = float((np.exp(p) * (p - q)).sum(-1).mean())
     agreement = float((found.argmax(-1) == wanted.argmax(-1)).mean())
     return CheckResult(
-        len(found), difference if np.isfinite(difference) else float("inf"), kl if np.isfinite(kl) else float("inf"), agreement
+        len(found),
+        difference if np.isfinite(difference) else float("inf"),
+        kl if np.isfinite(kl) else float("inf"),
+        agreement,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -48,6 +49,7 @@ def open_checkpoint(source: str | Path, progress: Progress = lambda _: None) -> 
         UnsupportedModelError: an architecture that cannot be exported or pruned.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_quiet())
         path = Path(source)
         if path.is_file():
             from via_sd.export.gguf import gguf_to_directory
@@ -105,16 +107,17 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _build(directory: Path) -> ir.Model:
-    with _quiet():
-        try:
-            import mobius
-        except ImportError as error:
-            raise ExportError(f"exporting needs more packages ({error}): pip install 'via-sd-export[export]'") from None
-        _check_weights(directory)
-        try:
+    try:
+        import mobius
+    except ImportError as error:
+        raise ExportError(f"exporting needs more packages ({error}): pip install 'via-sd-export[export]'") from None
+    _check_weights(directory)
+    try:
+        # mobius draws progress bars of its own.
+        with contextlib.redirect_stderr(io.StringIO()):
             package = mobius.build(str(directory), dtype="f32", execution_provider="cpu")
-        except Exception as error:  # noqa: BLE001 - mobius raises many kinds; each means this checkpoint cannot be built
-            raise UnsupportedModelError(f"mobius-onnx cannot build {directory}: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        raise UnsupportedModelError(f"mobius-onnx cannot build {directory}: {type(error).__name__}: {error}") from error
     if "model" not in package:
         raise UnsupportedModelError(f"{directory} is not a causal language model (its parts: {', '.join(package)})")
     model: ir.Model = package["model"]
@@ -155,7 +158,7 @@ def _download(name: str) -> Path:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the frontend's libraries from logging their inner steps."""
+    """Keep the libraries that build and rewrite the graph from logging their inner steps."""
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

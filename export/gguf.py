@@ -22,7 +22,7 @@ def gguf_to_directory(source: Path, target: Path) -> None:
     from transformers.utils import logging
 
     quiet = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
         model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
@@ -31,7 +31,7 @@ def gguf_to_directory(source: Path, target: Path) -> None:
         raise UnsupportedModelError(f"transformers cannot read {source}: {error}") from error
     finally:
         if quiet:
-            logging.enable_progress_bar()
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
     target.mkdir(parents=True, exist_ok=True)
     config = model.config.to_dict()
     # Of the file it came from, not of the weights as they are now.
@@ -59,13 +59,19 @@ def check_gguf(source: Path) -> None:
         reader = gguf.GGUFReader(source)
     except ValueError as error:
         if "GGMLQuantizationType" in str(error):
-            raise UnsupportedModelError(f"{source} uses a quantisation this gguf package does not know: {error}") from None
+            raise UnsupportedModelError(
+                f"{source} uses a quantisation this gguf package does not know: {error}"
+            ) from None
         raise ExportError(f"{source} is damaged or cut short: {error}; fetch it again") from None
     except (OSError, IndexError) as error:
         raise ExportError(f"{source} is damaged or cut short: {error}; fetch it again") from None
     plain = {gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.BF16}
     unknown = sorted(
-        {t.tensor_type.name for t in reader.tensors if t.tensor_type not in plain and not _can_dequantise(t.tensor_type)}
+        {
+            t.tensor_type.name
+            for t in reader.tensors
+            if t.tensor_type not in plain and not _can_dequantise(t.tensor_type)
+        }
     )
     if unknown:
         raise UnsupportedModelError(

@@ -26,7 +26,7 @@ def export_tokenizer(source: Path, target: Path, config: dict[str, Any]) -> dict
     """
     if not (source / TOKENIZER_FILE).is_file():
         raise ExportError(
-            f"{source} has no {TOKENIZER_FILE}; load it with transformers.AutoTokenizer (use_fast=True) and save it there"
+            f"{source} has no {TOKENIZER_FILE}; load it with transformers.AutoTokenizer and save it there"
         )
     for name in (TOKENIZER_FILE, *_EXTRA_FILES):
         if (source / name).is_file():
@@ -34,13 +34,17 @@ def export_tokenizer(source: Path, target: Path, config: dict[str, Any]) -> dict
     tokenizer_config = _read(source / "tokenizer_config.json")
     vocabulary = _vocabulary(source / TOKENIZER_FILE)
     special = {
-        role: text for role in ("bos_token", "eos_token", "unk_token", "pad_token") if (text := _text(tokenizer_config, role))
+        role: text
+        for role in ("bos_token", "eos_token", "unk_token", "pad_token")
+        if (text := _text(tokenizer_config, role))
     }
     ids = {*_ids(config.get("eos_token_id")), *_ids(_read(source / "generation_config.json").get("eos_token_id"))}
     if special.get("eos_token") in vocabulary:
         ids.add(vocabulary[special["eos_token"]])
     if not ids:
-        raise ExportError(f"{source} names no end-of-sequence token in its model, generation or tokenizer configuration")
+        raise ExportError(
+            f"{source} names no end-of-sequence token in its model, generation or tokenizer configuration"
+        )
     return {
         "eos_token_ids": sorted(ids),
         "special_tokens": special,

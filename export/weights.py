@@ -28,7 +28,8 @@ def write_weights(
     Returns:
         What graphs refer to, by initializer name; initializers that share bytes share a place in the file.
     """
-    owners, sharers = [], []
+    owners: list[ir.Value] = []
+    sharers: list[ir.Value] = []
     for value in model.graph.initializers.values():
         if value.const_value is None or value.const_value.nbytes <= INLINE_BYTES:
             continue
@@ -50,7 +51,7 @@ def write_weights(
             owner.offset,
             owner.length,
             value.const_value.dtype,
-            shape=ir.Shape(value.const_value.shape),
+            shape=ir.Shape(value.const_value.shape.numpy()),
             name=value.name or "",
             base_dir=directory,
         )

@@ -74,7 +74,9 @@ class ModelIdentity:
                 fingerprint=str(data["fingerprint"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise MaskError(f"the model identity is incomplete: {error!r}; wanted {', '.join(asdict(_EXAMPLE))}") from None
+            raise MaskError(
+                f"the model identity is incomplete: {error!r}; wanted {', '.join(asdict(_EXAMPLE))}"
+            ) from None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -154,7 +156,7 @@ class Mask:
             raise MaskError(
                 f"mask '{self.name}' was made for another model: "
                 + ", ".join(f"{k} is {self.model.to_json()[k]!r}, wanted {model.to_json()[k]!r}" for k in differing)
-                + "; search a mask for this model, or delete the file's \"model\" entry to use it all the same"
+                + '; search a mask for this model, or delete the file\'s "model" entry to use it all the same'
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -248,7 +250,12 @@ def _from_ours(data: Mapping[str, Any]) -> Mask:
     search = data.get("search", {})
     if not isinstance(search, dict):
         raise MaskError(f'"search" must be an object, found {_brief(search)}')
-    return Mask(**flags, model=ModelIdentity.from_json(model) if model is not None else None, search=search)
+    return Mask(
+        keep_attention=flags["keep_attention"],
+        keep_mlp=flags["keep_mlp"],
+        model=ModelIdentity.from_json(model) if model is not None else None,
+        search=search,
+    )
 
 
 def _from_array(values: list[Any], *, keep: bool, num_layers: int | None, vector: bool = False) -> Mask:

@@ -69,7 +69,9 @@ def load_bundle(path: str | Path, *, verify: bool = True) -> Bundle:
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise BundleError(f"{directory} is no bundle: it has no {MANIFEST}; make one with via-sd-export export") from None
+        raise BundleError(
+            f"{directory} is no bundle: it has no {MANIFEST}; make one with via-sd-export export"
+        ) from None
     except OSError as error:
         raise BundleError(f"cannot read {file}: {error.strerror or error}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -81,7 +83,9 @@ def load_bundle(path: str | Path, *, verify: bool = True) -> Bundle:
             f"{directory} has bundle version {manifest.get('version')!r}, this release reads "
             f"{', '.join(map(str, READS_VERSIONS))}; export it again with this release, or use the one that made it"
         )
-    missing = [key for key in ("model", "precision", "max_seq_len", "tokenizer", "verifier", "files") if key not in manifest]
+    missing = [
+        key for key in ("model", "precision", "max_seq_len", "tokenizer", "verifier", "files") if key not in manifest
+    ]
     if missing:
         raise BundleError(f"{file} lacks {', '.join(missing)}; export the bundle again")
     for relative, wanted in manifest["files"].items():

@@ -63,9 +63,13 @@ class Purpose(IntEnum):
     FULL_TOKEN = 4
 
 
-def uniform(seed: int, position: int, purpose: Purpose) -> float:
-    """A number in [0, 1) that depends on nothing but its key."""
-    raw = np.random.Philox(key=seed, counter=[0, 0, int(purpose), position]).random_raw()
+def uniform(seed: int, attempt: int, position: int, purpose: Purpose) -> float:
+    """A number in [0, 1) that depends on nothing but its key.
+
+    `attempt` counts the sequence's passes: a position that is drawn again, after a rejection made its first draw void,
+    gets a fresh number, so that nothing learned from the void draw can lean on the new one.
+    """
+    raw = np.random.Philox(key=seed, counter=[0, attempt, int(purpose), position]).random_raw()
     return float(raw >> 11) * 2.0**-53
 
 

@@ -92,6 +92,7 @@ class LimitPositionsPass(ir.passes.InPlacePass):
         }
         cut = False
         for table in tables:
+            assert table.const_value is not None
             rows = table.const_value.numpy()
             if rows.shape[0] > self.max_seq_len:
                 kept = rows[: self.max_seq_len].copy()

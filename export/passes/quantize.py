@@ -80,13 +80,12 @@ class QuantizePass(ir.passes.InPlacePass):
             if reader.op_type == "Gather":
                 self._share_embedding(graph, reader, table, scale, inner)
 
-    def _share_embedding(
-        self, graph: ir.Graph, gather: ir.Node, table: ir.Value, scale: ir.Value, hidden: int
-    ) -> None:
+    def _share_embedding(self, graph: ir.Graph, gather: ir.Node, table: ir.Value, scale: ir.Value, hidden: int) -> None:
         if hidden % self.block_size:
             raise ValueError(f"hidden size {hidden} is no multiple of the block size {self.block_size}")
         assert table.const_value is not None
-        flat = table.const_value.numpy().reshape(table.const_value.shape[0], -1)
+        packed = table.const_value.numpy()
+        flat = packed.reshape(len(packed), -1)
         rows = _initializer(graph, f"{table.name}.rows", flat)
         rows.metadata_props[SHARES_BYTES_OF] = table.name or ""
         lookup = ir.node(

@@ -63,9 +63,7 @@ class RoutePass(ir.passes.InPlacePass):
         sublayers = find_sublayers(graph)
         if not self.segments:
             return ir.passes.PassResult(model, modified=False)
-        keep = ir.Value(
-            name=KEEP_INPUT, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([len(self.segments)])
-        )
+        keep = ir.Value(name=KEEP_INPUT, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([len(self.segments)]))
         graph.inputs.append(keep)
         flags = _split_flags(graph, keep, len(self.segments))
         # Last first: wrapping a segment leaves the boundaries of earlier ones as they were found.

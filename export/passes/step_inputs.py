@@ -81,11 +81,13 @@ class LastLogitsPass(ir.passes.InPlacePass):
         transpose = weight.producer()
         if transpose is not None and transpose.op_type == "Transpose":
             fused = ir.node(
-                "FusedMatMul", [rows.outputs[0], transpose.inputs[0]], {"transB": 1}, domain="com.microsoft", name="lm_head"
+                "FusedMatMul",
+                [rows.outputs[0], transpose.inputs[0]],
+                {"transB": 1},
+                domain="com.microsoft",
+                name="lm_head",
             )
-            ir.convenience.replace_nodes_and_values(
-                graph, head, [head], [fused], [head.outputs[0]], [fused.outputs[0]]
-            )
+            ir.convenience.replace_nodes_and_values(graph, head, [head], [fused], [head.outputs[0]], [fused.outputs[0]])
             graph.opset_imports.setdefault("com.microsoft", 1)
         RemoveUnusedNodesPass()(model)
         for value in graph.outputs:

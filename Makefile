@@ -1,0 +1,46 @@
+# Everything works with plain pip on a machine that has only Python. Targets re-use what is there.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# Any torch from 2.6 on works. PyPI's is a CUDA build of gigabytes; for the small one on a machine that reaches it:
+# make demo PIP_TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
+PIP_TORCH ?= torch==2.13.0
+
+.PHONY: help setup demo test test-long lint types clean
+
+help:
+	@echo "make demo       set up, fetch SmolLM2-135M, export it, generate in every mode, compare the modes"
+	@echo "make test       set up and run the tests"
+	@echo "make test-long  the tests that take minutes or fetch larger models"
+	@echo "make lint types ruff, mypy"
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q $(PIP_TORCH)
+	$(BIN)/python -m pip install -q -e ".[cpu,export,search,polygraphy,triton,dev]"
+	@touch $@
+
+demo: setup
+	$(BIN)/via-sd-export demo
+
+test: setup
+	$(BIN)/python -m pytest -m "not long"
+
+test-long: setup
+	$(BIN)/python -m pytest -m long
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy cannot follow an editable install of a namespace package: it reads an installed copy.
+types: setup
+	rm -rf build/types
+	$(BIN)/python -m pip install -q --no-deps --target build/types .
+	MYPYPATH=build/types $(BIN)/mypy
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,87 @@
+"""What a request can ask for."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from via_sd.runtime.errors import RequestError
+from via_sd.runtime.modes import MODES
+from via_sd.runtime.router import DivergenceGuard, Gates
+from via_sd.runtime.sampling import SamplingParams
+
+AUTO = "auto"
+DEFAULT_MAX_NEW_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """Everything a request can ask for.
+
+    Attributes:
+        mode: `plain`, `speculative`, `cascade` (exact), `routed` (approximate), or `auto`.
+        max_new_tokens: length limit of the answer, in tokens.
+        temperature, top_k, top_p, min_p, repetition_penalty: see `SamplingParams`.
+        seed: keys the random stream; drawn and reported if None.
+        stop: strings that end the text; they are not part of it.
+        ignore_eos: go on after end-of-sequence tokens.
+        raw: take the prompt as it is, without the chat template.
+        logprobs: report each token's log-probability and that many likeliest alternatives.
+        gamma: length of drafted blocks; adaptive if None.
+        alpha1, alpha2: the router's thresholds (see `Gates`).
+        max_lag: emitted tokens that may stand unseen by the full verifier.
+        max_divergence: share of tokens that may differ from the full verifier's choice before the router tightens.
+        audit_tail: let the full verifier judge what is left at the end, so that the divergence covers every token.
+
+    Raises:
+        RequestError: a value outside its range.
+    """
+
+    mode: str = AUTO
+    max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    ignore_eos: bool = False
+    raw: bool = False
+    logprobs: int | None = None
+    gamma: int | None = None
+    alpha1: float = 0.5
+    alpha2: float = 0.3
+    max_lag: int = 64
+    max_divergence: float | None = None
+    audit_tail: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in (AUTO, *MODES):
+            raise RequestError(f"mode {self.mode!r} is not known; modes are {', '.join((AUTO, *MODES))}")
+        for name, value, least in (
+            ("max_new_tokens", self.max_new_tokens, 1),
+            ("gamma", 1 if self.gamma is None else self.gamma, 1),
+            ("max_lag", self.max_lag, 1),
+            ("logprobs", 0 if self.logprobs is None else self.logprobs, 0),
+        ):
+            if value < least:
+                raise RequestError(f"{name} is {value}, wanted {least} or more")
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        # Built once here so that a bad value is refused before anything runs.
+        self.sampling()
+        Gates(self.alpha1, self.alpha2)
+        DivergenceGuard(self.max_divergence)
+
+    def sampling(self) -> SamplingParams:
+        """The sampling part; a missing seed is drawn here."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            seed=secrets.randbits(63) if self.seed is None else self.seed,
+        )

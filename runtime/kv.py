@@ -1,0 +1,185 @@
+"""Which tier has seen how much of a sequence, and the pool of KV slots sequences run in.
+
+All tiers of a verifier share one set of buffers, so knowing what lies in them is a matter of counters alone: a tier's
+`seen` is the number of positions whose KV it may rely on. A higher tier's KV serves the lower ones; never the reverse.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+
+from via_sd.runtime.engine import Engine, Slot
+from via_sd.runtime.errors import BusyError
+
+#: Tokens fed at once during prefill: enough to keep the cores busy, little enough to bound activations.
+PREFILL_CHUNK = 512
+
+
+class SeenCounters:
+    """Per tier, how many positions of the sequence its KV covers.
+
+    `seen` never decreases from a higher tier to a lower one, so that a tier, which feeds from its own `seen` on, can
+    never overwrite KV that a higher tier wrote.
+    """
+
+    def __init__(self, tiers: Sequence[str]) -> None:
+        self._rank = {tier: rank for rank, tier in enumerate(tiers)}
+        self._seen = [0] * len(tiers)
+
+    def __getitem__(self, tier: str) -> int:
+        return self._seen[self._rank[tier]]
+
+    def wrote(self, tier: str, upto: int) -> None:
+        """A pass of `tier` covered every position below `upto`: so it is for that tier and every lower one."""
+        for rank in range(self._rank[tier], len(self._seen)):
+            self._seen[rank] = upto
+
+    def rollback(self, upto: int) -> None:
+        """Forget positions from `upto` on."""
+        self._seen = [min(seen, upto) for seen in self._seen]
+
+
+@dataclass
+class KVSlot:
+    """A slot of the pool: buffers, and which tokens the full verifier's KV in them belongs to."""
+
+    buffers: Slot
+    tokens: list[int] = field(default_factory=list)
+    last_used: int = 0
+
+    def shared_prefix(self, tokens: Sequence[int]) -> int:
+        """Length of the longest common beginning of what the slot holds and `tokens`."""
+        limit = min(len(self.tokens), len(tokens))
+        for index in range(limit):
+            if self.tokens[index] != tokens[index]:
+                return index
+        return limit
+
+
+class SlotPool:
+    """KV slots for concurrent sequences: at most `limit` at once, at most `retained` kept when idle.
+
+    An idle slot remembers its tokens, so a request that begins alike (the next turn of a chat) takes it over and skips
+    that much prefill. Only KV of the full verifier counts: below it lies slim-quality KV.
+    """
+
+    def __init__(self, engine: Engine, limit: int, retained: int) -> None:
+        self._engine = engine
+        self._limit = limit
+        self._retained = retained
+        self._idle: list[KVSlot] = []
+        self._in_use = 0
+        self._clock = 0
+        self._changed = threading.Condition()
+
+    def acquire(self, tokens: Sequence[int], timeout: float | None) -> tuple[KVSlot, int]:
+        """A slot for a prompt, and how many of its tokens are in the slot's buffers already.
+
+        At least one token is left to feed, because its logits are wanted.
+
+        Args:
+            timeout: seconds to wait when every slot is taken; None waits for as long as it takes.
+
+        Raises:
+            BusyError: no slot came free in time.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._in_use < self._limit, timeout):
+                raise BusyError(
+                    f"all {self._limit} KV slots are in use and none came free in {timeout:g} s; "
+                    "retry later, or load the pipeline with more max_sequences"
+                )
+            self._in_use += 1
+            slot = self._choose(tokens)
+        try:
+            if slot is None:
+                slot = KVSlot(self._engine.new_slot())
+        except BaseException:
+            self._leave()
+            raise
+        return slot, min(slot.shared_prefix(tokens), len(tokens) - 1)
+
+    def release(self, slot: KVSlot, tokens: Sequence[int]) -> None:
+        """Give `slot` back; `tokens` are those its full-verifier KV covers (none after a failed step)."""
+        with self._changed:
+            self._clock += 1
+            slot.tokens, slot.last_used = list(tokens), self._clock
+            self._idle.append(slot)
+            if len(self._idle) > self._retained:
+                self._idle.remove(min(self._idle, key=lambda s: s.last_used))
+        self._leave()
+
+    def _choose(self, tokens: Sequence[int]) -> KVSlot | None:
+        """The idle slot that shares most; else one nobody will miss; None to allocate another."""
+        if not self._idle:
+            return None
+        best = max(self._idle, key=lambda s: (s.shared_prefix(tokens), -s.last_used))
+        if best.shared_prefix(tokens) == 0 and len(self._idle) < self._retained:
+            return None
+        self._idle.remove(best)
+        return best
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._in_use -= 1
+            self._changed.notify()
+
+
+@dataclass
+class Usage:
+    """What one tier of a model was asked for: calls, positions fed, seconds inside the engine."""
+
+    calls: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+class Tape:
+    """One model's KV of one sequence: feeds a tier what it has not seen and keeps the counters true.
+
+    Args:
+        buffers: the slot the model's tiers share.
+        tiers: their names, highest rank first.
+        reused: positions the buffers hold already, written by the highest tier.
+    """
+
+    def __init__(self, buffers: Slot, tiers: Sequence[str], reused: int = 0) -> None:
+        self._buffers = buffers
+        self.seen = SeenCounters(tiers)
+        self.seen.wrote(tiers[0], reused)
+        self.usage = {tier: Usage() for tier in tiers}
+
+    def run(self, tier: str, sequence: Sequence[int], rows: int) -> np.ndarray:
+        """Feed `tier` whatever of `sequence` it has not seen.
+
+        Returns:
+            float32 [rows, vocab]: logits after each of the last `rows` tokens, a view the next call overwrites.
+        """
+        start = self.seen[tier]
+        usage = self.usage[tier]
+        # Until the pass is through, nothing from `start` on can be relied on.
+        self.seen.rollback(start)
+        while len(sequence) - start > PREFILL_CHUNK and rows < len(sequence) - start - PREFILL_CHUNK:
+            self._forward(tier, sequence[start : start + PREFILL_CHUNK], start, 1, usage)
+            start += PREFILL_CHUNK
+            self.seen.wrote(tier, start)
+        logits = self._forward(tier, sequence[start:], start, rows, usage)
+        self.seen.wrote(tier, len(sequence))
+        return logits
+
+    def settle(self, length: int) -> None:
+        """End a round at `length` tokens: the last one was fed to nobody yet, what lies behind it is void."""
+        self.seen.rollback(length - 1)
+
+    def _forward(self, tier: str, tokens: Sequence[int], past: int, rows: int, usage: Usage) -> np.ndarray:
+        begun = perf_counter()
+        logits = self._buffers.forward(tier, tokens, past, rows)
+        usage.seconds += perf_counter() - begun
+        usage.calls += 1
+        usage.tokens += len(tokens)
+        return logits

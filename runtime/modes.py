@@ -1,0 +1,178 @@
+"""The decoding modes, one generator function each: every `yield` ends a round, after its tokens were emitted.
+
+What is fed to which tier after each event is the table of DESIGN section 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from itertools import repeat
+
+import numpy as np
+
+from via_sd.runtime.drafters import Draft
+from via_sd.runtime.engine import FULL
+from via_sd.runtime.router import Route
+from via_sd.runtime.run import Item, Run
+from via_sd.runtime.sampling import Purpose
+
+Mode = Callable[[Run], Generator[None, None, None]]
+
+#: Tokens `cascade` lets slim settle before the full verifier looks.
+CASCADE_BLOCK = 12
+
+
+def plain(run: Run) -> Generator[None, None, None]:
+    """Full verifier alone, a token a pass: the reference."""
+    run.start()
+    yield
+    while not run.done:
+        row = run.forward(FULL, run.tokens, 1)[0]
+        run.push(Item(run.choose(row, run.tokens, Purpose.FULL_TOKEN), "full"), row)
+        run.settle()
+        yield
+
+
+def speculative(run: Run) -> Generator[None, None, None]:
+    """Drafter, then full verifier (exact): a block a pass, kept as far as the lossless test keeps it."""
+    run.start()
+    yield
+    while not run.done:
+        draft, situation = run.propose()
+        rows = run.forward(FULL, [*run.tokens, *draft.tokens], len(draft.tokens) + 1)
+        verdict = run.verify(draft, rows)
+        run.gamma.learn(situation, min(verdict.kept + 1, len(draft.tokens)), verdict.kept)
+        run.settle()
+        yield
+
+
+def cascade(run: Run) -> Generator[None, None, None]:
+    """Drafter, slim, full (exact): slim settles several blocks losslessly, full then tests every token they left.
+
+    The tokens of the inner rounds are distributed as slim's law, whatever was drafted, so the full verifier tests them
+    against the very rows of slim they were drawn from.
+    """
+    run.start()
+    yield
+    while not run.done:
+        pending: list[Item] = []
+        proposal = Draft()
+        while True:
+            draft, situation = run.propose(proposal.tokens)
+            context = [*run.tokens, *proposal.tokens]
+            rows = run.forward(run.slim, [*context, *draft.tokens], len(draft.tokens) + 1)
+            verdict = run.test(rows, draft, context, Purpose.SLIM_TEST, Purpose.SLIM_TOKEN)
+            run.gamma.learn(situation, min(verdict.kept + 1, len(draft.tokens)), verdict.kept)
+            pending += [Item(token, "draft") for token in draft.tokens[: verdict.kept]]
+            pending.append(Item(verdict.token, "slim", replaced=verdict.kept < len(draft.tokens)))
+            proposal.tokens.extend([*draft.tokens[: verdict.kept], verdict.token])
+            proposal.laws.extend(verdict.laws if verdict.laws else repeat(None, verdict.kept + 1))
+            run.void_after(len(run.tokens) + len(pending))
+            full_house = len(pending) >= min(CASCADE_BLOCK, run.remaining - 1)
+            no_room = len(run.tokens) + len(pending) >= run.capacity
+            if full_house or no_room or run.stop_tokens.intersection(proposal.tokens):
+                break
+        rows = run.forward(FULL, [*run.tokens, *proposal.tokens], len(pending) + 1)
+        outcome = run.test(rows, proposal, run.tokens, Purpose.FULL_TEST, Purpose.FULL_TOKEN)
+        run.conclude(pending, outcome, rows)
+        run.settle()
+        yield
+
+
+def routed(run: Run) -> Generator[None, None, None]:
+    """The paper's VIA-SD (Algorithm 2, approximate): some tokens stand on slim's word.
+
+    After one slim pass the router accepts drafted tokens, lets slim write its own, or escalates; the full verifier
+    then judges the rest of the block, and audits for free what slim let through since it last looked.
+    """
+    run.start()
+    yield
+    audit = _Audit(run)
+    while not run.done:
+        draft, situation = run.propose()
+        if len(run.tokens) - run.tape.seen[FULL] + len(draft.tokens) + 1 > run.max_lag:
+            audit.escalate(draft)
+        else:
+            kept = _route_block(run, draft, audit)
+            run.gamma.learn(situation, min(kept + 1, len(draft.tokens)), kept)
+        run.settle()
+        yield
+    if run.audit_tail:
+        audit.tail()
+
+
+def _route_block(run: Run, draft: Draft, audit: _Audit) -> int:
+    """One slim pass and what the router makes of it; the number of drafted tokens it accepted."""
+    rows = run.forward(run.slim, [*run.tokens, *draft.tokens], len(draft.tokens) + 1)
+    tightening = run.guard.tightening
+    for j, token in enumerate(draft.tokens):
+        row = rows[j]
+        route = run.gates.route(row, token, tightening)
+        if route is Route.ESCALATE:
+            run.stats.escalations += 1
+            audit.escalate(Draft(draft.tokens[j:], draft.laws[j:]))
+            return j
+        if route is Route.REGENERATE:
+            audit.let_through(Item(run.choose(row, run.tokens, Purpose.SLIM_TOKEN), "slim", replaced=True), row)
+            return j
+        if not audit.let_through(Item(token, "draft"), row):
+            return j + 1
+    last = rows[len(draft.tokens)]
+    if run.gates.is_sure(last, tightening):
+        audit.let_through(Item(run.choose(last, run.tokens, Purpose.SLIM_TOKEN), "slim"), last)
+    elif not draft.tokens:
+        run.stats.escalations += 1
+        audit.escalate(draft)
+    return len(draft.tokens)
+
+
+class _Audit:
+    """What the full verifier would have said about tokens that stand on slim's word."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._laws: list[np.ndarray] = []  # slim's laws of the tokens it let through (temperature > 0)
+
+    def let_through(self, item: Item, row: np.ndarray) -> bool:
+        """Emit a token on slim's word."""
+        run = self._run
+        if not run.processor.params.greedy:
+            self._laws.append(run.processor.law(row, run.tokens))
+        return run.push(item, row, checked=False)
+
+    def escalate(self, draft: Draft) -> None:
+        """A full pass over everything full has not seen and `draft`, which it judges alone."""
+        run = self._run
+        unseen = len(run.tokens) - 1 - run.tape.seen[FULL]
+        rows = run.forward(FULL, [*run.tokens, *draft.tokens], unseen + len(draft.tokens) + 1)
+        self._compare(rows[:unseen])
+        run.verify(draft, rows[unseen:])
+
+    def tail(self) -> None:
+        """Judge what is left at the end of the text, so that every token was judged."""
+        run = self._run
+        unseen = len(run.tokens) - 1 - run.tape.seen[FULL]
+        if unseen > 0:
+            self._compare(run.forward(FULL, run.tokens[:-1], unseen))
+
+    def _compare(self, rows: np.ndarray) -> None:
+        """Compare full's `rows` with the last len(rows) emitted tokens: argmax, or the overlap of the laws."""
+        run = self._run
+        count = len(rows)
+        before, audited = run.tokens[: len(run.tokens) - count], run.tokens[len(run.tokens) - count :]
+        if run.processor.params.greedy:
+            best = run.processor.best(rows, before, audited)
+            apart = [float(b != token) for b, token in zip(best, audited, strict=True)]
+        else:
+            laws = [run.processor.law(row, before, audited[:j]) for j, row in enumerate(rows)]
+            apart = [1 - float(np.minimum(q, u).sum()) for q, u in zip(laws, self._laws, strict=True)]
+            self._laws.clear()
+        run.stats.checked += count
+        run.stats.audited += count
+        run.stats.disagreement += sum(apart)
+        run.guard.audited(apart)
+
+
+MODES: dict[str, Mode] = {"plain": plain, "speculative": speculative, "cascade": cascade, "routed": routed}
+#: Modes whose output follows the full verifier's law exactly.
+EXACT_MODES = frozenset({"plain", "speculative", "cascade"})

@@ -1,0 +1,251 @@
+"""Bundle -> text: loads a bundle once and serves any number of sequences from it, from any number of threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from via_sd.runtime.bundle import Bundle, load_bundle
+from via_sd.runtime.chat import Message, render_chat
+from via_sd.runtime.completion import Completion
+from via_sd.runtime.config import AUTO, GenerationConfig
+from via_sd.runtime.drafters import Drafter, ModelDrafter, NgramDrafter
+from via_sd.runtime.engine import FULL, Engine
+from via_sd.runtime.errors import BundleError, RequestError
+from via_sd.runtime.gamma import StepCost
+from via_sd.runtime.kv import SlotPool, Tape
+from via_sd.runtime.ort import OrtEngine
+from via_sd.runtime.sampling import Processor
+from via_sd.runtime.stream import CompletionStream
+
+#: Slope of a pass's time over its tokens (see StepCost), by precision, where no calibration measured this machine.
+_DEFAULT_SLOPE = {"fp32": 0.06, "int8": 0.15, "int4": 0.22}
+#: Cost of one drafted token in plain steps, where no calibration measured this machine.
+_MASK_DRAFTER_COST = 0.5
+_MODEL_DRAFTER_COST = 0.35
+
+
+@dataclass
+class Tapes:
+    """KV of one sequence.
+
+    Attributes:
+        verifier: shared by all its tiers.
+        drafter: a model drafter's own, None for other drafters.
+        reused: prompt tokens the verifier's buffers held already.
+        tokens: the sequence the buffers belong to; as long as it is empty they count as unknown.
+    """
+
+    verifier: Tape
+    drafter: Tape | None
+    reused: int
+    tokens: list[int] = field(default_factory=list)
+
+
+class Pipeline:
+    """A loaded bundle.
+
+    Thread-safe: every sequence runs in a KV slot of its own, and gives the same output as it would alone.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        verifier: Engine,
+        drafter: Engine | None,
+        *,
+        max_sequences: int,
+        retained_slots: int,
+        slot_timeout: float | None,
+    ) -> None:
+        self.bundle = bundle
+        self.tokenizer = _load_tokenizer(bundle)
+        self.verifier = verifier
+        self.eos_token_ids = frozenset(int(token) for token in bundle.manifest["tokenizer"]["eos_token_ids"])
+        self.capacity = min(engine.max_seq_len for engine in (verifier, drafter) if engine is not None)
+        self.step_cost = StepCost(_DEFAULT_SLOPE[bundle.precision])
+        self._pool = SlotPool(verifier, max_sequences, retained_slots)
+        self._drafter = drafter
+        # A sequence has its verifier slot before it asks for a drafter slot, so this one never waits.
+        self._drafter_pool = SlotPool(drafter, max_sequences, retained_slots) if drafter else None
+        self._slot_timeout = slot_timeout
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        threads: int | None = None,
+        max_sequences: int = 8,
+        retained_slots: int = 2,
+        slot_timeout: float | None = None,
+        verify: bool = True,
+    ) -> Pipeline:
+        """Load the bundle at `path`.
+
+        Args:
+            threads: threads of one pass; the number of physical cores if None.
+            max_sequences: sequences that may run at once; more wait for a slot.
+            retained_slots: KV buffers kept when idle, so that a prompt that begins like a finished one skips that
+                much prefill.
+            slot_timeout: seconds a request waits for a slot before `BusyError`; None waits for as long as it takes.
+            verify: compare the hash of every file with the manifest.
+
+        Raises:
+            BundleError: no bundle, a damaged one, or no engine installed to run it.
+        """
+        bundle = load_bundle(path, verify=verify)
+        verifier = bundle.manifest["verifier"]
+        engine = OrtEngine(bundle.file(verifier["graph"]), verifier, bundle.max_seq_len, threads=threads)
+        described = bundle.manifest["drafter"]
+        drafter = None
+        if described["kind"] == "model":
+            drafter = OrtEngine(bundle.file(described["graph"]), described, described["max_seq_len"], threads=threads)
+        return cls(
+            bundle,
+            engine,
+            drafter,
+            max_sequences=max_sequences,
+            retained_slots=retained_slots,
+            slot_timeout=slot_timeout,
+        )
+
+    # -- prompts -----------------------------------------------------------------------------------------------------
+
+    def encode(self, prompt: str | Sequence[Message], *, raw: bool = False) -> list[int]:
+        """Token ids of a prompt: a text or a conversation, through the chat template unless `raw`.
+
+        Raises:
+            RequestError: an empty prompt, or one that leaves no room for a token in the KV buffers.
+        """
+        if not prompt:
+            raise RequestError("the prompt is empty; give it at least one character")
+        template = self.bundle.manifest["tokenizer"]["chat_template"]
+        if raw or template is None:
+            if not isinstance(prompt, str):
+                raise RequestError("a raw prompt (or a model without chat template) takes a text, not a conversation")
+            tokens = self.tokenizer.encode(prompt, add_special_tokens=True).ids
+        else:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            text = render_chat(template, messages, self.bundle.manifest["tokenizer"]["special_tokens"])
+            tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if not tokens:
+            raise RequestError("the prompt has no tokens; give it at least one character")
+        room = self.capacity - 1
+        if len(tokens) > room:
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens, the KV buffers take {room} (max_seq_len {self.capacity}, one "
+                "kept for the answer); shorten it, or export with a larger --max-seq-len"
+            )
+        return list(tokens)
+
+    # -- generation --------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: str | Sequence[Message],
+        config: GenerationConfig | None = None,
+        *,
+        cancel: threading.Event | None = None,
+        **options: Any,
+    ) -> Completion:
+        """Generate to the end; see `stream`."""
+        stream = self.stream(prompt, config, cancel=cancel, **options)
+        for _ in stream:
+            pass
+        return stream.completion
+
+    def stream(
+        self,
+        prompt: str | Sequence[Message],
+        config: GenerationConfig | None = None,
+        *,
+        cancel: threading.Event | None = None,
+        **options: Any,
+    ) -> CompletionStream:
+        """Generate a chunk per round; the stream's `completion` is there when it has ended.
+
+        Args:
+            prompt: a text, or messages ({"role": …, "content": …}).
+            config: what is asked for; `options` are its fields by name, instead of it or on top of it.
+            cancel: set from any thread to end after the round that is running.
+
+        Raises:
+            RequestError: bad options or prompt, or a mode this bundle lacks a tier for.
+            BusyError: no KV slot came free in time.
+        """
+        known = vars(config or GenerationConfig())
+        if unknown := sorted(set(options) - set(known)):
+            raise RequestError(f"no option is called {', '.join(unknown)}; options are {', '.join(known)}")
+        wanted = GenerationConfig(**{**known, **options})
+        return CompletionStream(self, self.encode(prompt, raw=wanted.raw), wanted, cancel or threading.Event())
+
+    def mode_of(self, config: GenerationConfig) -> str:
+        """The mode `config` means here; without calibration `auto` is the exact two-tier mode."""
+        if config.mode == AUTO:
+            return "speculative"
+        if config.mode in ("cascade", "routed") and self.bundle.slim is None:
+            raise RequestError(
+                f"mode {config.mode} needs a slim-verifier, and this bundle was exported without a mask; "
+                "export it with --mask, or use mode speculative"
+            )
+        return config.mode
+
+    # -- what a stream takes from here ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def tapes(self, prompt: Sequence[int]) -> Iterator[Tapes]:
+        """KV of the verifier, and of a model drafter, for one sequence; given back at the end.
+
+        Raises:
+            BusyError: no slot came free in time.
+        """
+        slot, reused = self._pool.acquire(prompt, self._slot_timeout)
+        tapes = Tapes(Tape(slot.buffers, self.verifier.tiers, reused), None, reused)
+        try:
+            if self._drafter_pool is None or self._drafter is None:
+                yield tapes
+                return
+            other, other_reused = self._drafter_pool.acquire(prompt, None)
+            tapes.drafter = Tape(other.buffers, self._drafter.tiers, other_reused)
+            try:
+                yield tapes
+            finally:
+                self._drafter_pool.release(other, tapes.tokens[: tapes.drafter.seen[FULL]])
+        finally:
+            self._pool.release(slot, tapes.tokens[: tapes.verifier.seen[FULL]])
+
+    def new_drafter(self, tapes: Tapes, processor: Processor) -> Drafter:
+        """The bundle's drafter for one sequence."""
+        described = self.bundle.manifest["drafter"]
+        width = self.verifier.vocab_size
+        if described["kind"] == "ngram":
+            return NgramDrafter()
+        if described["kind"] == "mask":
+            return ModelDrafter(
+                tapes.verifier, described["tier"], processor, vocabulary=width, width=width, cost=_MASK_DRAFTER_COST
+            )
+        if described["kind"] == "model" and tapes.drafter is not None:
+            return ModelDrafter(
+                tapes.drafter,
+                FULL,
+                processor,
+                vocabulary=described["shared_vocab"],
+                width=width,
+                cost=_MODEL_DRAFTER_COST,
+            )
+        raise BundleError(f"drafter kind {described['kind']!r} is not known; export the bundle with this release")
+
+
+def _load_tokenizer(bundle: Bundle) -> Tokenizer:
+    file = bundle.file("tokenizer.json")
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001 - the library raises plain Exception
+        raise BundleError(f"{file} cannot be read: {error}; export the bundle again") from None

@@ -1,0 +1,79 @@
+"""The confidence router: what becomes of a drafted token after a slim pass (paper Algorithm 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from via_sd.runtime.errors import RequestError
+
+
+class Route(Enum):
+    """ACCEPT the draft token, REGENERATE it with slim's own, or ESCALATE to the full verifier."""
+
+    ACCEPT = "accept"
+    REGENERATE = "regenerate"
+    ESCALATE = "escalate"
+
+
+@dataclass(frozen=True)
+class Gates:
+    """The paper's two thresholds, on slim's untruncated law at temperature 1.
+
+    Outer gate, slim is sure of itself: max q' >= 1 - alpha2, else ESCALATE. Inner gate, the draft token is nearly
+    slim's best: q'(v) >= (1 - alpha1) max q', then ACCEPT, else REGENERATE. The paper states the outer gate against
+    max q, which is only known after the pass it is meant to save; here it uses slim's own confidence.
+    """
+
+    alpha1: float = 0.5
+    alpha2: float = 0.3
+
+    def __post_init__(self) -> None:
+        for name in ("alpha1", "alpha2"):
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise RequestError(f"{name} is {value}, wanted 0 to 1")
+
+    def route(self, logits: np.ndarray, token: int, tightening: float = 1.0) -> Route:
+        """Decide for `token` after slim's row `logits` float32 [vocab]; `tightening` scales both thresholds."""
+        if not self.is_sure(logits, tightening):
+            return Route.ESCALATE
+        # q'(v) / max q' needs no normalisation.
+        relative = float(np.exp(logits[token] - logits.max()))
+        return Route.ACCEPT if relative >= 1 - self.alpha1 * tightening else Route.REGENERATE
+
+    def is_sure(self, logits: np.ndarray, tightening: float = 1.0) -> bool:
+        """The outer gate: slim's likeliest token has at least probability 1 - alpha2."""
+        peak = logits.max()
+        return float(np.exp(logits - peak).sum()) * (1 - self.alpha2 * tightening) <= 1.0
+
+
+class DivergenceGuard:
+    """Tightens the gates of one sequence when its audit finds more divergence than the user allows, and loosens again.
+
+    The rate is an average over roughly the last `memory` audited tokens. Each block that finds it above the limit
+    halves both thresholds; each that finds it below doubles them, up to what they were.
+    """
+
+    def __init__(self, limit: float | None, memory: int = 64) -> None:
+        if limit is not None and not 0 <= limit <= 1:
+            raise RequestError(f"max_divergence is {limit}, wanted 0 to 1")
+        self._limit = limit
+        self._keep = 1 - 1 / memory
+        self._audited = 0.0
+        self._disagreed = 0.0
+        self.tightening = 1.0
+
+    def audited(self, disagreements: list[float]) -> None:
+        """Take the audit of one full pass: for each token how far full disagreed, 0 to 1."""
+        if self._limit is None or not disagreements:
+            return
+        for value in disagreements:
+            self._audited = self._audited * self._keep + 1
+            self._disagreed = self._disagreed * self._keep + value
+        rate = self._disagreed / self._audited
+        self.tightening = self.tightening / 2 if rate > self._limit else min(1.0, self.tightening * 2)
+        if self.tightening < 1 / 64:
+            self.tightening = 1 / 64

@@ -1,0 +1,181 @@
+"""One sequence being decoded: the state all modes share, and the lossless test they are built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from via_sd.runtime.drafters import Draft, Drafter
+from via_sd.runtime.engine import FULL
+from via_sd.runtime.gamma import AdaptiveGamma
+from via_sd.runtime.kv import Tape
+from via_sd.runtime.router import DivergenceGuard, Gates
+from via_sd.runtime.sampling import Processor, Purpose, acceptance, draw, residual, uniform
+from via_sd.runtime.stats import Stats
+
+
+@dataclass(frozen=True)
+class Item:
+    """A token about to be emitted.
+
+    Attributes:
+        tier: where its authority comes from: draft, slim or full.
+        replaced: whether it stands where a drafted token was rejected.
+    """
+
+    token: int
+    tier: str
+    replaced: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Outcome of a lossless test.
+
+    Attributes:
+        kept: number of drafted tokens kept.
+        token: the verifier's own token behind them.
+        laws: laws of the kept + 1 rows that were looked at; empty in greedy decoding, where a law is a point mass.
+    """
+
+    kept: int
+    token: int
+    laws: list[np.ndarray]
+
+
+@dataclass
+class Run:
+    """One sequence being decoded.
+
+    Attributes:
+        tokens: prompt and everything emitted.
+        emit: takes an emitted token, its tier and the logits it was judged by; False if it completes the text.
+        remaining: tokens that may still be emitted.
+        capacity: positions the KV buffers hold.
+        stop_tokens: tokens that end the text.
+        slim: the slim-verifier's tier, for the modes that have one.
+        max_lag: emitted tokens that may stand unseen by the full verifier.
+        audit_tail: whether `routed` ends with a full pass over what only slim has judged.
+    """
+
+    tokens: list[int]
+    tape: Tape
+    drafter: Drafter
+    gamma: AdaptiveGamma
+    processor: Processor
+    emit: Callable[[int, str, np.ndarray], bool]
+    stats: Stats
+    remaining: int
+    capacity: int
+    stop_tokens: frozenset[int] = frozenset()
+    slim: str = "slim"
+    gates: Gates = field(default_factory=Gates)
+    guard: DivergenceGuard = field(default_factory=lambda: DivergenceGuard(None))
+    max_lag: int = 64
+    audit_tail: bool = False
+    done: bool = False
+    attempt: int = 0
+
+    def forward(self, tier: str, sequence: Sequence[int], rows: int) -> np.ndarray:
+        """A pass of a verifier tier; see `Tape.run`."""
+        self.attempt += 1
+        return self.tape.run(tier, sequence, rows)
+
+    def start(self) -> None:
+        """Feed the prompt to the full verifier and emit its first token."""
+        row = self.forward(FULL, self.tokens, 1)[0]
+        self.push(Item(self.choose(row, self.tokens, Purpose.FULL_TOKEN), "full"), row)
+        self.settle()
+
+    def propose(self, pending: Sequence[int] = ()) -> tuple[Draft, int]:
+        """A draft to follow the sequence and what is `pending`, and the situation it was made in."""
+        context = [*self.tokens, *pending]
+        # A round always adds one token of a verifier's own, and all that is fed must fit the buffers.
+        limit = min(self.remaining - len(pending) - 1, self.capacity - len(context))
+        situation = self.drafter.expectation(context) if limit > 0 else 0
+        length = self.gamma.choose(situation, limit, self.drafter.cost)
+        draft = self.drafter.propose(context, length) if length > 0 else Draft()
+        self.stats.drafted += len(draft.tokens)
+        self.stats.draft_rounds += bool(draft.tokens)
+        return draft, situation
+
+    def push(self, item: Item, row: np.ndarray, *, checked: bool = True) -> bool:
+        """Emit one token that was judged by logits `row`; False once the text is complete.
+
+        `checked` says whether the full verifier has judged it.
+        """
+        drafted = item.tier == "draft"
+        self.tokens.append(item.token)
+        self.remaining -= 1
+        self.stats.accepted += drafted
+        self.stats.evaluated += drafted + item.replaced
+        self.stats.checked += checked
+        self.stats.emitted(item.tier)
+        if not self.emit(item.token, item.tier, row) or self.remaining <= 0:
+            self.done = True
+        return not self.done
+
+    def settle(self) -> None:
+        """End the round."""
+        self.void_after(len(self.tokens))
+        self.stats.rounds += 1
+
+    def void_after(self, length: int) -> None:
+        """Of `length` tokens the last was fed to nobody yet, and what KV lies behind it is void."""
+        self.tape.settle(length)
+        self.drafter.settle(length)
+
+    def choose(self, row: np.ndarray, context: Sequence[int], purpose: Purpose) -> int:
+        """A tier's own token to follow `context`, from its logits `row` [vocab]."""
+        params = self.processor.params
+        if params.greedy:
+            return self.processor.best(row[None], context)[0]
+        return draw(self.processor.law(row, context), uniform(params.seed, self.attempt, len(context), purpose))
+
+    def test(self, rows: np.ndarray, draft: Draft, context: Sequence[int], test: Purpose, replace: Purpose) -> Verdict:
+        """The lossless test of a draft (Leviathan et al. 2023, Algorithm 1; Chen et al. 2023, Algorithm 2).
+
+        Whatever law the draft was drawn from, the kept tokens and the verifier's own are distributed as the verifier's.
+
+        Args:
+            rows: the verifier's logits, [len(draft) + 1, vocab]; row j follows `context` and j drafted tokens.
+            test, replace: key the random numbers of the tests and of the verifier's own token.
+        """
+        params, tokens = self.processor.params, draft.tokens
+        if params.greedy:
+            best = self.processor.best(rows, context, tokens)
+            kept = 0
+            while kept < len(tokens) and best[kept] == tokens[kept]:
+                kept += 1
+            return Verdict(kept, best[kept], [])
+        laws: list[np.ndarray] = []
+        kept = 0
+        while True:
+            law = self.processor.law(rows[kept], context, tokens[:kept])
+            laws.append(law)
+            position = len(context) + kept
+            if kept == len(tokens):
+                break
+            token, proposal = tokens[kept], draft.laws[kept]
+            if uniform(params.seed, self.attempt, position, test) >= acceptance(law, proposal, token):
+                law = residual(law, proposal, token)
+                break
+            kept += 1
+        return Verdict(kept, draw(law, uniform(params.seed, self.attempt, position, replace)), laws)
+
+    def verify(self, draft: Draft, rows: np.ndarray) -> Verdict:
+        """Test `draft` against the full verifier's `rows` and emit what follows from it."""
+        verdict = self.test(rows, draft, self.tokens, Purpose.FULL_TEST, Purpose.FULL_TOKEN)
+        self.conclude([Item(token, "draft") for token in draft.tokens], verdict, rows)
+        return verdict
+
+    def conclude(self, items: Sequence[Item], verdict: Verdict, rows: np.ndarray) -> None:
+        """Emit the items the full verifier kept, then its own token, up to where the text ends."""
+        for item, row in zip(items[: verdict.kept], rows, strict=False):
+            if not self.push(item, row):
+                return
+        rejected = items[verdict.kept] if verdict.kept < len(items) else None
+        replaced = rejected is not None and (rejected.tier == "draft" or rejected.replaced)
+        self.push(Item(verdict.token, "full", replaced), rows[verdict.kept])

@@ -1,0 +1,184 @@
+"""A running generation: rounds of a mode on one side, chunks of certain text on the other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from via_sd.runtime.completion import Chunk, Completion, TokenLogprobs
+from via_sd.runtime.config import GenerationConfig
+from via_sd.runtime.engine import FULL
+from via_sd.runtime.errors import RequestError
+from via_sd.runtime.gamma import AdaptiveGamma
+from via_sd.runtime.modes import MODES
+from via_sd.runtime.router import DivergenceGuard, Gates
+from via_sd.runtime.run import Run
+from via_sd.runtime.sampling import Processor, SamplingParams
+from via_sd.runtime.stats import Stats
+from via_sd.runtime.text import TextStream
+
+if TYPE_CHECKING:
+    from via_sd.runtime.pipeline import Pipeline, Tapes
+
+
+class CompletionStream(Iterator[Chunk]):
+    """Iterate for chunks, one per round. Closing or dropping it gives its KV slot back.
+
+    A KV slot is taken with the first chunk, not before.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, prompt: list[int], config: GenerationConfig, cancel: threading.Event
+    ) -> None:
+        self.prompt_tokens = len(prompt)
+        self.mode = pipeline.mode_of(config)
+        self._completion: Completion | None = None
+        self._chunks = self._generate(pipeline, prompt, config, cancel)
+
+    def __iter__(self) -> CompletionStream:
+        return self
+
+    def __next__(self) -> Chunk:
+        return next(self._chunks)
+
+    def close(self) -> None:
+        """End the generation where it is; it then has no completion."""
+        self._chunks.close()
+
+    @property
+    def completion(self) -> Completion:
+        """The whole generation, once the stream has ended."""
+        if self._completion is None:
+            raise RequestError("the stream has not ended; iterate it to its end first")
+        return self._completion
+
+    def _generate(
+        self, pipeline: Pipeline, prompt: list[int], config: GenerationConfig, cancel: threading.Event
+    ) -> Generator[Chunk, None, None]:
+        stats, sampling = Stats(self.mode), config.sampling()
+        output = _Output(pipeline, config)
+        with pipeline.tapes(prompt) as tapes:
+            stats.reused_prefix = tapes.reused
+            run = _new_run(pipeline, tapes, prompt, config, sampling, output, stats)
+            rounds = MODES[self.mode](run)
+            for _ in rounds:
+                if stats.rounds == 1:
+                    stats.seconds["prefill"] = tapes.verifier.usage[FULL].seconds
+                if not run.done and cancel.is_set():
+                    output.reason = "cancelled"
+                elif run.done and output.reason is None:
+                    output.reason = "length"
+                if output.reason is not None:
+                    _account(stats, run, tapes)
+                # Between rounds the buffers agree with the tokens, so they are worth keeping if nobody comes back.
+                tapes.tokens = run.tokens
+                yield output.chunk()
+                tapes.tokens = []
+                if output.reason == "cancelled":
+                    break
+            rounds.close()
+            tapes.tokens = run.tokens
+        self._completion = output.completion(self.prompt_tokens, stats, sampling.seed)
+
+
+class _Output:
+    """Takes emitted tokens, decides where the text ends, hands out what is certain."""
+
+    def __init__(self, pipeline: Pipeline, config: GenerationConfig) -> None:
+        self.reason: str | None = None
+        self._eos = frozenset() if config.ignore_eos else pipeline.eos_token_ids
+        self._text = TextStream(pipeline.tokenizer, config.stop)
+        self._logprobs: list[TokenLogprobs] | None = None if config.logprobs is None else []
+        self._alternatives = config.logprobs or 0
+        self._token_ids: list[int] = []
+        self._tiers: list[str] = []
+        self._handed_out = 0
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        return self._eos
+
+    def emit(self, token: int, tier: str, row: np.ndarray) -> bool:
+        """See `Run.emit`."""
+        self._token_ids.append(token)
+        self._tiers.append(tier)
+        if self._logprobs is not None:
+            self._logprobs.append(_logprobs(row, token, self._alternatives))
+        if token in self._eos or not self._text.push(token):
+            self.reason = "stop"
+            return False
+        return True
+
+    def chunk(self) -> Chunk:
+        """What came since the last one."""
+        start, self._handed_out = self._handed_out, len(self._token_ids)
+        text = self._text.take() if self.reason is None else self._text.finish()
+        return Chunk(text, self._token_ids[start:], self._tiers[start:], self.reason)
+
+    def completion(self, prompt_tokens: int, stats: Stats, seed: int) -> Completion:
+        """Everything; needs an end."""
+        assert self.reason is not None
+        return Completion(
+            text=self._text.text,
+            token_ids=self._token_ids,
+            tiers=self._tiers,
+            finish_reason=self.reason,
+            prompt_tokens=prompt_tokens,
+            stats=stats.to_json(),
+            seed=seed,
+            logprobs=self._logprobs,
+        )
+
+
+def _new_run(
+    pipeline: Pipeline,
+    tapes: Tapes,
+    prompt: list[int],
+    config: GenerationConfig,
+    sampling: SamplingParams,
+    output: _Output,
+    stats: Stats,
+) -> Run:
+    processor = Processor(sampling)
+    return Run(
+        tokens=list(prompt),
+        tape=tapes.verifier,
+        drafter=pipeline.new_drafter(tapes, processor),
+        gamma=AdaptiveGamma(pipeline.step_cost, fixed=config.gamma),
+        processor=processor,
+        emit=output.emit,
+        stats=stats,
+        remaining=min(config.max_new_tokens, pipeline.capacity - len(prompt)),
+        capacity=pipeline.capacity,
+        stop_tokens=output.stop_tokens,
+        slim=pipeline.bundle.slim or FULL,
+        gates=Gates(config.alpha1, config.alpha2),
+        guard=DivergenceGuard(config.max_divergence),
+        max_lag=config.max_lag,
+        audit_tail=config.audit_tail,
+    )
+
+
+def _account(stats: Stats, run: Run, tapes: Tapes) -> None:
+    """Read the meters once, when the text is complete."""
+    full = tapes.verifier.usage[FULL]
+    stats.full_calls, stats.full_tokens = full.calls, full.tokens
+    stats.seconds["full"] = full.seconds - stats.seconds["prefill"]
+    if run.slim != FULL:
+        slim = tapes.verifier.usage[run.slim]
+        stats.slim_calls, stats.seconds["slim"] = slim.calls, slim.seconds
+    stats.draft_calls, stats.seconds["draft"] = run.drafter.calls, run.drafter.seconds
+    stats.finish()
+
+
+def _logprobs(row: np.ndarray, token: int, alternatives: int) -> TokenLogprobs:
+    shifted = row.astype(np.float64) - float(row.max())
+    logprobs = shifted - np.log(np.exp(shifted).sum())
+    top: list[tuple[int, float]] = []
+    if alternatives:
+        best = np.argpartition(-logprobs, min(alternatives, len(logprobs) - 1))[:alternatives]
+        top = [(int(i), float(logprobs[i])) for i in best[np.argsort(-logprobs[best])]]
+    return TokenLogprobs(float(logprobs[token]), top)

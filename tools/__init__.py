@@ -1,0 +1,1 @@
+"""The command line, benchmarks and the demo; imports everything, imported by nothing."""

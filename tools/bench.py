@@ -1,0 +1,116 @@
+"""Measure modes against each other on one loaded bundle: interleaved, same prompts, plain in the same run."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from via_sd.runtime import GenerationConfig, Pipeline
+from via_sd.tools.prompts import Prompt
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One generation: which mode, prompt and repeat, and what it gave."""
+
+    mode: str
+    prompt: int
+    repeat: int
+    token_ids: list[int]
+    stats: dict[str, Any]
+
+
+def run_bench(
+    pipeline: Pipeline,
+    prompts: Sequence[Prompt],
+    modes: Sequence[str],
+    *,
+    max_new_tokens: int,
+    repeats: int,
+    progress: Callable[[str, float | None], None] = lambda *_: None,
+    **options: Any,
+) -> list[Sample]:
+    """Generate every prompt in every mode, modes in turn so that a drifting machine meets all alike.
+
+    Greedy unless `options` say otherwise, end-of-sequence ignored so that every run has the same length; `routed` ends
+    with an audit of its tail. One untimed generation of each mode warms up.
+    """
+    every = list(dict.fromkeys([PLAIN, *modes]))
+    base = {"max_new_tokens": max_new_tokens, "ignore_eos": True, "audit_tail": True, **options}
+    for mode in every:
+        pipeline.generate(prompts[0].text, GenerationConfig(mode=mode, **{**base, "max_new_tokens": 16}))
+    samples = []
+    total = repeats * len(prompts) * len(every)
+    for repeat in range(repeats):
+        for index, prompt in enumerate(prompts):
+            for mode in every:
+                completion = pipeline.generate(prompt.text, GenerationConfig(mode=mode, **base))
+                samples.append(Sample(mode, index, repeat, completion.token_ids, completion.stats))
+                progress(f"{mode}: prompt {index + 1} of {len(prompts)}", len(samples) / total)
+    return samples
+
+
+def summarise(samples: Sequence[Sample], prompts: Sequence[Prompt]) -> dict[str, dict[str, Any]]:
+    """Per mode: speed (tokens/s; geometric mean over prompts of the median over repeats, with the extremes), speed
+    over plain, counts, and whether the output equals plain's, over all prompts (`all`) and per bucket.
+    """
+    buckets = ["all", *dict.fromkeys(p.bucket for p in prompts)]
+    modes = list(dict.fromkeys(s.mode for s in samples))
+    plain = {(s.prompt, s.repeat): s for s in samples if s.mode == PLAIN}
+    summary: dict[str, dict[str, Any]] = {}
+    for mode in modes:
+        summary[mode] = {}
+        for bucket in buckets:
+            chosen = [s for s in samples if s.mode == mode and bucket in ("all", prompts[s.prompt].bucket)]
+            summary[mode][bucket] = _figures(chosen, plain)
+    return summary
+
+
+def _figures(chosen: Sequence[Sample], plain: dict[tuple[int, int], Sample]) -> dict[str, Any]:
+    speeds = _by_prompt(chosen, lambda s: float(s.stats["tokens_per_s"]))
+    ratios = _by_prompt(chosen, lambda s: s.stats["tokens_per_s"] / plain[s.prompt, s.repeat].stats["tokens_per_s"])
+    count = {
+        key: sum(s.stats[key] for s in chosen)
+        for key in ("emitted_tokens", "evaluated_tokens", "accepted_tokens", "escalations", "full_calls", "slim_calls")
+    }
+    checked = sum(s.stats["divergence"]["checked"] for s in chosen)
+    disagreed = sum(s.stats["divergence"]["disagreed"] for s in chosen)
+    total = sum(s.stats["time_ms"]["total"] for s in chosen)
+    return {
+        "tokens_per_s": _spread(speeds),
+        "over_plain": _spread(ratios),
+        "rejection_rate": 1 - count["accepted_tokens"] / count["evaluated_tokens"]
+        if count["evaluated_tokens"]
+        else None,
+        "tiers": {
+            tier: sum(s.stats["tier_counts"][tier] for s in chosen) / count["emitted_tokens"]
+            for tier in ("draft", "slim", "full")
+        },
+        "full_calls_per_token": count["full_calls"] / count["emitted_tokens"],
+        "slim_calls_per_token": count["slim_calls"] / count["emitted_tokens"],
+        "escalation_rate": count["escalations"] / count["emitted_tokens"],
+        "divergence": disagreed / checked if checked else None,
+        "host_share": sum(s.stats["time_ms"]["host"] for s in chosen) / total,
+        "equal_to_plain": sum(s.token_ids == plain[s.prompt, s.repeat].token_ids for s in chosen) / len(chosen),
+    }
+
+
+def _by_prompt(samples: Iterable[Sample], figure: Callable[[Sample], float]) -> list[list[float]]:
+    """Figures grouped by prompt, one per repeat."""
+    grouped: dict[int, list[float]] = {}
+    for sample in samples:
+        grouped.setdefault(sample.prompt, []).append(figure(sample))
+    return list(grouped.values())
+
+
+def _spread(grouped: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Geometric mean over prompts of the median, least and greatest repeat."""
+    return {
+        name: math.exp(statistics.fmean(math.log(pick(values)) for values in grouped))
+        for name, pick in (("median", statistics.median), ("min", min), ("max", max))
+    }

@@ -1,0 +1,64 @@
+"""`via-sd-export export`: checkpoint -> bundle."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from via_sd.tools.console import command, err, progress_bar
+
+
+class Precision(str, Enum):
+    """Weights of a CPU bundle."""
+
+    fp32 = "fp32"
+    int8 = "int8"
+    int4 = "int4"
+
+
+class MaskMeaning(str, Enum):
+    """What a bare array in a mask file lists."""
+
+    keep = "keep"
+    skip = "skip"
+
+
+@command
+def export(
+    verifier: Annotated[str, typer.Argument(help="Hugging Face directory, hub id, or GGUF file.")],
+    out: Annotated[Path, typer.Option(help="Bundle directory to create.")],
+    mask: Annotated[
+        list[Path] | None,
+        typer.Option(help="Mask file; the first is the slim-verifier. Repeat for more, each within the one before."),
+    ] = None,
+    mask_format: Annotated[
+        MaskMeaning | None, typer.Option(help="What a bare array in a mask file lists: layers to keep, or to skip.")
+    ] = None,
+    drafter: Annotated[
+        str, typer.Option(help="`ngram`, `mask:FILE` (a deeper mask of the verifier), or a model with its vocabulary.")
+    ] = "ngram",
+    precision: Annotated[Precision, typer.Option(help="Weights: float32, or weight-only int8 or int4.")] = Precision.fp32,
+    max_seq_len: Annotated[
+        int | None, typer.Option(help="Capacity of a KV buffer in tokens.", show_default="the model's, at most 4096")
+    ] = None,
+    check: Annotated[bool, typer.Option(help="Compare with transformers before the bundle is completed.")] = True,
+) -> None:
+    """Export VERIFIER, its slim-verifiers and its drafter to one bundle."""
+    from via_sd.export import export_bundle
+
+    with progress_bar() as progress:
+        path = export_bundle(
+            verifier,
+            out,
+            masks=mask or [],
+            mask_format=mask_format.value if mask_format else None,
+            drafter=drafter,
+            precision=precision.value,
+            max_seq_len=max_seq_len,
+            check=check,
+            progress=progress,
+        )
+    err.print(f"wrote {path}", highlight=False)

@@ -1,0 +1,96 @@
+"""`via-sd-export generate`: bundle + prompt -> text, each token coloured by the tier it came from."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from via_sd.runtime import Completion, GenerationConfig, Pipeline
+from via_sd.tools.console import command, err, out
+
+#: Colour of a token by its tier.
+TIER_STYLES = {"draft": "green", "slim": "yellow", "full": "default"}
+
+
+@command
+def generate(
+    bundle: Annotated[Path, typer.Argument(help="Bundle directory.")],
+    prompt: Annotated[str, typer.Option(help="Prompt; goes through the model's chat template unless --raw.")],
+    mode: Annotated[str, typer.Option(help="plain, speculative, cascade (exact), routed (approximate), or auto.")] = "auto",
+    max_new_tokens: Annotated[int, typer.Option(help="Length limit of the answer.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the K likeliest tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens that reach this probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Keep tokens at least this share as likely as the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes tokens seen before less likely.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same output.", show_default="drawn")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; repeat for more.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Take the prompt as it is, without the chat template.")] = False,
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: each token's log-probability and this many alternatives.")
+    ] = None,
+    gamma: Annotated[int | None, typer.Option(help="Length of drafted blocks.", show_default="adaptive")] = None,
+    alpha1: Annotated[float, typer.Option(help="Router: how far below slim's best a draft token may be.")] = 0.5,
+    alpha2: Annotated[float, typer.Option(help="Router: how unsure slim may be before full is asked.")] = 0.3,
+    max_lag: Annotated[int, typer.Option(help="Emitted tokens that may stand unseen by the full verifier.")] = 64,
+    max_divergence: Annotated[
+        float | None, typer.Option(help="Routed: tighten the router above this share of differing tokens.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of one pass.", show_default="physical cores")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print exactly one JSON object.")] = False,
+) -> None:
+    """Generate text from BUNDLE."""
+    config = GenerationConfig(
+        mode=mode,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+        raw=raw,
+        logprobs=logprobs,
+        gamma=gamma,
+        alpha1=alpha1,
+        alpha2=alpha2,
+        max_lag=max_lag,
+        max_divergence=max_divergence,
+    )
+    pipeline = Pipeline.load(bundle, threads=threads, max_sequences=1)
+    if as_json:
+        json.dump(pipeline.generate(prompt, config).to_json(), sys.stdout, ensure_ascii=False)
+        sys.stdout.write("\n")
+        return
+    stream = pipeline.stream(prompt, config)
+    for chunk in stream:
+        # A chunk's text may lag behind its tokens; the last token's tier colours what has become certain.
+        style = TIER_STYLES[chunk.tiers[-1]] if chunk.tiers else "default"
+        out.print(Text(chunk.text, style=style), end="", soft_wrap=True)
+    out.print()
+    err.print(summary(stream.completion), highlight=False)
+
+
+def summary(completion: Completion) -> Text:
+    """One line: speed, acceptance, tier shares in their colours."""
+    stats: dict[str, Any] = completion.stats
+    emitted = stats["emitted_tokens"]
+    parts = [f"{stats['mode']}: {emitted} tokens"]
+    if stats["tokens_per_s"] is not None:
+        parts.append(f"{stats['tokens_per_s']:.1f} tok/s")
+    if stats["evaluated_tokens"]:
+        parts.append(f"{stats['accepted_tokens']} of {stats['evaluated_tokens']} drafted tokens accepted")
+    if stats["divergence"]["rate"] is not None:
+        parts.append(f"divergence {stats['divergence']['rate']:.1%} of {stats['divergence']['checked']} audited")
+    text = Text(" | ".join(parts) + " | ", style="dim")
+    for tier, count in stats["tier_counts"].items():
+        text.append(f"{tier} {count / emitted:.0%} ", style=TIER_STYLES[tier])
+    return text.append(f"| {completion.finish_reason}", style="dim")

@@ -1,0 +1,85 @@
+"""What every command does at the terminal: progress on stderr, results on stdout, one clear message when it fails."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from via_sd.masks import MaskError
+from via_sd.runtime import ViaSdError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+#: Exit codes: 1 a check failed, 2 bad usage or input.
+CHECK_FAILED, BAD_INPUT = 1, 2
+_INTERRUPTED = 130
+
+out = Console()
+err = Console(stderr=True)
+
+
+class CommandError(Exception):
+    """An expected failure of a command: bad input that no library error names."""
+
+
+class CheckFailedError(Exception):
+    """A comparison that a command was asked to make came out wrong."""
+
+
+def expected_failures() -> tuple[type[Exception], ...]:
+    """Errors that mean bad input; those of `export` only where it is importable without its extra."""
+    from via_sd.export.errors import ExportError
+
+    return (ViaSdError, MaskError, ExportError, CommandError)
+
+
+def command(function: Callable[P, R]) -> Callable[P, R]:
+    """Turn expected failures into one message on stderr and an exit code."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except CheckFailedError as error:
+            raise _failed(str(error), CHECK_FAILED) from None
+        except expected_failures() as error:
+            raise _failed(str(error), BAD_INPUT) from None
+        except KeyboardInterrupt:
+            raise _failed("interrupted", _INTERRUPTED) from None
+
+    return wrapped
+
+
+def _failed(message: str, code: int) -> typer.Exit:
+    """Print one message; the exception that ends the process with `code`."""
+    err.print(f"[bold red]error:[/] {escape(' '.join(message.split()))}", soft_wrap=True, highlight=False)
+    return typer.Exit(code)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, float | None], None]]:
+    """A bar on stderr, if it is a terminal; call it with a description and the share done, 0 to 1 or None."""
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=err,
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    ) as progress:
+        task = progress.add_task("starting", total=None)
+
+        def update(description: str, share: float | None) -> None:
+            progress.update(task, description=description, total=None if share is None else 1.0, completed=share or 0.0)
+
+        yield update
