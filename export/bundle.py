@@ -19,7 +19,7 @@ import onnx_ir as ir
 import xxhash
 
 from via_sd.export.check import CheckResult, Reference, check_logits, reference_logits
-from via_sd.export.errors import ExportError
+from via_sd.export.errors import ExportError, UnsupportedModelError
 from via_sd.export.frontend import Checkpoint, open_checkpoint
 from via_sd.export.passes import (
     AttentionSemanticsPass,
@@ -162,6 +162,7 @@ def _export_decoder(
 ) -> _Decoder:
     model = source.model
     lower(model, source.config, max_seq_len)
+    kv = _kv_contract(model)
     reference = None
     if check:
         progress("running the checkpoint in transformers", None)
@@ -195,7 +196,7 @@ def _export_decoder(
         "weights": f"{directory.name}/{WEIGHTS_FILE}",
         "inputs": _contract(routed.graph.inputs),
         "outputs": _contract(routed.graph.outputs),
-        "kv": _kv_contract(model),
+        "kv": kv,
         "vocab_size": int(source.config["vocab_size"]),
         "segments": [[s.start, s.stop] for s in segments],
         "tiers": tiers,
@@ -309,6 +310,10 @@ def _kv_contract(model: ir.Model) -> dict[str, Any]:
     if len(shapes) != 1:
         raise ExportError(f"layers differ in the shape of their KV cache: {sorted(map(str, shapes))}")
     _, heads, _, head_dim = shapes.pop()
+    if head_dim is None or head_dim % 16:
+        raise UnsupportedModelError(
+            f"attention heads of size {head_dim}: ONNX Runtime's CPU attention takes multiples of 16"
+        )
     dtype = keys[0].dtype
     assert dtype is not None
     return {

@@ -74,10 +74,10 @@ def identify(model: ir.Model, config: dict[str, Any]) -> ModelIdentity:
     digest = hashlib.sha256()
     digest.update(json.dumps([config.get(k) for k in _SHAPE_KEYS]).encode())
     for sublayer in sublayers:
-        weight = sublayer.norm.inputs[2 if sublayer.before.delta is not None else 1]
-        if weight is None or weight.const_value is None:
+        weight = _norm_weight(sublayer.norm.inputs[2 if sublayer.before.delta is not None else 1])
+        if weight is None:
             raise UnsupportedModelError(f"the norm of layer {sublayer.layer} has no constant weight")
-        digest.update(np.ascontiguousarray(weight.const_value.numpy(), dtype="<f4").tobytes())
+        digest.update(np.ascontiguousarray(weight.numpy(), dtype="<f4").tobytes())
     return ModelIdentity(
         model_type=str(config.get("model_type", "unknown")),
         num_layers=len(sublayers) // 2,
@@ -85,6 +85,16 @@ def identify(model: ir.Model, config: dict[str, Any]) -> ModelIdentity:
         vocab_size=int(config["vocab_size"]),
         fingerprint=digest.hexdigest()[:32],
     )
+
+
+def _norm_weight(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """The weight of a norm as the checkpoint stores it; some families (Gemma) store it less one and add that here."""
+    if value is None or value.const_value is not None:
+        return None if value is None else value.const_value
+    producer = value.producer()
+    stored = [v.const_value for v in producer.inputs if v is not None] if producer is not None else []
+    vectors = [tensor for tensor in stored if tensor is not None and len(tensor.shape) == 1]
+    return vectors[0] if None not in stored and len(vectors) == 1 else None
 
 
 _SHAPE_KEYS = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from via_sd.export.errors import ExportError, UnsupportedModelError
@@ -59,8 +60,10 @@ def check_gguf(source: Path) -> None:
         reader = gguf.GGUFReader(source)
     except ValueError as error:
         if "GGMLQuantizationType" in str(error):
+            number = re.findall(r"\d+", str(error))[-1]
             raise UnsupportedModelError(
-                f"{source} uses a quantisation this gguf package does not know: {error}"
+                f"{source} uses quantisation type {number}, which this gguf package does not know; "
+                "try a newer one (pip install -U gguf), or the original checkpoint"
             ) from None
         raise ExportError(f"{source} is damaged or cut short: {error}; fetch it again") from None
     except (OSError, IndexError) as error:

@@ -21,7 +21,7 @@ SCHEMA: dict[str, Any] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "title": FORMAT,
     "type": "object",
-    "required": ["format", "version", "keep_attention", "keep_mlp"],
+    "required": ["keep_attention", "keep_mlp"],
     "properties": {
         "format": {"const": FORMAT},
         "version": {"const": VERSION},
@@ -64,19 +64,13 @@ class ModelIdentity:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ModelIdentity:
-        """Read the `model` object of a mask file or a bundle manifest; raises `MaskError` if a field is missing."""
-        try:
-            return cls(
-                model_type=str(data["model_type"]),
-                num_layers=int(data["num_layers"]),
-                hidden_size=int(data["hidden_size"]),
-                vocab_size=int(data["vocab_size"]),
-                fingerprint=str(data["fingerprint"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise MaskError(
-                f"the model identity is incomplete: {error!r}; wanted {', '.join(asdict(_EXAMPLE))}"
-            ) from None
+        """Read the `model` object of a mask file or a bundle manifest; raises `MaskError` unless every field is right."""
+        for key, example in asdict(_EXAMPLE).items():
+            value = data.get(key)
+            if type(value) is not type(example) or (isinstance(value, int) and value < 1):
+                wanted = "a text" if isinstance(example, str) else "a whole number, 1 or more"
+                raise MaskError(f"the model identity's {key} is {_brief(value)}, wanted {wanted}")
+        return cls(**{key: data[key] for key in asdict(_EXAMPLE)})
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -234,7 +228,7 @@ def parse_mask(data: Any, *, num_layers: int | None = None, mask_format: MaskFor
 def _from_ours(data: Mapping[str, Any]) -> Mask:
     if data.get("format", FORMAT) != FORMAT:
         raise MaskError(f'format is {data["format"]!r}, wanted "{FORMAT}"')
-    if data.get("version", VERSION) != VERSION:
+    if data.get("version", VERSION) != VERSION or data.get("version") is True:
         raise MaskError(
             f"version is {data['version']!r}, this release reads version {VERSION}; use the release that wrote it"
         )

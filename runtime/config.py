@@ -13,6 +13,7 @@ from via_sd.runtime.sampling import SamplingParams
 
 AUTO = "auto"
 DEFAULT_MAX_NEW_TOKENS = 256
+ROUTERS = ("paper", "adaptive")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class GenerationConfig:
         logprobs: report each token's log-probability and that many likeliest alternatives.
         gamma: length of drafted blocks; adaptive if None.
         alpha1, alpha2: the router's thresholds (see `Gates`).
+        router: `paper` asks slim first in every round (Algorithm 2 as it stands), `adaptive` only where that pays.
         max_lag: emitted tokens that may stand unseen by the full verifier.
         max_divergence: share of tokens that may differ from the full verifier's choice before the router tightens.
         audit_tail: let the full verifier judge what is left at the end, so that the divergence covers every token.
@@ -53,6 +55,7 @@ class GenerationConfig:
     gamma: int | None = None
     alpha1: float = 0.5
     alpha2: float = 0.3
+    router: str = "adaptive"
     max_lag: int = 64
     max_divergence: float | None = None
     audit_tail: bool = False
@@ -60,6 +63,8 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         if self.mode not in (AUTO, *MODES):
             raise RequestError(f"mode {self.mode!r} is not known; modes are {', '.join((AUTO, *MODES))}")
+        if self.router not in ROUTERS:
+            raise RequestError(f"router {self.router!r} is not known; routers are {', '.join(ROUTERS)}")
         for name, value, least in (
             ("max_new_tokens", self.max_new_tokens, 1),
             ("gamma", 1 if self.gamma is None else self.gamma, 1),

@@ -12,14 +12,12 @@ import numpy as np
 
 from via_sd.runtime.drafters import Draft
 from via_sd.runtime.engine import FULL
+from via_sd.runtime.payoff import CascadeBlock, SlimOrFull
 from via_sd.runtime.router import Route
 from via_sd.runtime.run import Item, Run
 from via_sd.runtime.sampling import Purpose
 
 Mode = Callable[[Run], Generator[None, None, None]]
-
-#: Tokens `cascade` lets slim settle before the full verifier looks.
-CASCADE_BLOCK = 12
 
 
 def plain(run: Run) -> Generator[None, None, None]:
@@ -38,63 +36,84 @@ def speculative(run: Run) -> Generator[None, None, None]:
     run.start()
     yield
     while not run.done:
-        draft, situation = run.propose()
-        rows = run.forward(FULL, [*run.tokens, *draft.tokens], len(draft.tokens) + 1)
-        verdict = run.verify(draft, rows)
-        run.gamma.learn(situation, min(verdict.kept + 1, len(draft.tokens)), verdict.kept)
+        _two_tier_round(run)
         run.settle()
         yield
+
+
+def _two_tier_round(run: Run) -> float:
+    """Draft, full pass, lossless test; the cost of the round."""
+    draft, situation = run.propose()
+    rows = run.forward(FULL, [*run.tokens, *draft.tokens], len(draft.tokens) + 1)
+    verdict = run.verify(draft, rows)
+    run.gamma.learn(situation, min(verdict.kept + 1, len(draft.tokens)), verdict.kept)
+    return run.costs(len(draft.tokens) + 1) + len(draft.tokens) * run.drafter.cost
 
 
 def cascade(run: Run) -> Generator[None, None, None]:
     """Drafter, slim, full (exact): slim settles several blocks losslessly, full then tests every token they left.
 
     The tokens of the inner rounds are distributed as slim's law, whatever was drafted, so the full verifier tests them
-    against the very rows of slim they were drawn from.
+    against the very rows of slim they were drawn from. Where slim does not earn its passes a round leaves it out.
     """
     run.start()
     yield
+    block = CascadeBlock(run.costs, run.slim_cost)
     while not run.done:
-        pending: list[Item] = []
-        proposal = Draft()
-        while True:
-            draft, situation = run.propose(proposal.tokens)
-            context = [*run.tokens, *proposal.tokens]
-            rows = run.forward(run.slim, [*context, *draft.tokens], len(draft.tokens) + 1)
-            verdict = run.test(rows, draft, context, Purpose.SLIM_TEST, Purpose.SLIM_TOKEN)
-            run.gamma.learn(situation, min(verdict.kept + 1, len(draft.tokens)), verdict.kept)
-            pending += [Item(token, "draft") for token in draft.tokens[: verdict.kept]]
-            pending.append(Item(verdict.token, "slim", replaced=verdict.kept < len(draft.tokens)))
-            proposal.tokens.extend([*draft.tokens[: verdict.kept], verdict.token])
-            proposal.laws.extend(verdict.laws if verdict.laws else repeat(None, verdict.kept + 1))
-            run.void_after(len(run.tokens) + len(pending))
-            full_house = len(pending) >= min(CASCADE_BLOCK, run.remaining - 1)
-            no_room = len(run.tokens) + len(pending) >= run.capacity
-            if full_house or no_room or run.stop_tokens.intersection(proposal.tokens):
-                break
-        rows = run.forward(FULL, [*run.tokens, *proposal.tokens], len(pending) + 1)
-        outcome = run.test(rows, proposal, run.tokens, Purpose.FULL_TEST, Purpose.FULL_TOKEN)
-        run.conclude(pending, outcome, rows)
+        size = min(block.choose(), run.remaining - 1)
+        before = len(run.tokens)
+        if size < 1:
+            cost = _two_tier_round(run)
+            block.two_tier(len(run.tokens) - before, cost)
+        else:
+            _cascade_round(run, block, size)
         run.settle()
         yield
+
+
+def _cascade_round(run: Run, block: CascadeBlock, size: int) -> None:
+    """Slim settles at least `size` tokens (fewer where the text or the buffer ends), full tests them."""
+    pending: list[Item] = []
+    proposal = Draft()
+    while len(pending) < size and not run.stop_tokens.intersection(proposal.tokens):
+        draft, situation = run.propose(proposal.tokens)
+        context = [*run.tokens, *proposal.tokens]
+        rows = run.forward(run.slim, [*context, *draft.tokens], len(draft.tokens) + 1)
+        verdict = run.test(rows, draft, context, Purpose.SLIM_TEST, Purpose.SLIM_TOKEN)
+        run.gamma.learn(situation, min(verdict.kept + 1, len(draft.tokens)), verdict.kept)
+        block.settled(verdict.kept + 1)
+        pending += [Item(token, "draft") for token in draft.tokens[: verdict.kept]]
+        pending.append(Item(verdict.token, "slim", replaced=verdict.kept < len(draft.tokens)))
+        proposal.tokens.extend([*draft.tokens[: verdict.kept], verdict.token])
+        proposal.laws.extend(verdict.laws if verdict.laws else repeat(None, verdict.kept + 1))
+        run.void_after(len(run.tokens) + len(pending))
+    rows = run.forward(FULL, [*run.tokens, *proposal.tokens], len(pending) + 1)
+    outcome = run.test(rows, proposal, run.tokens, Purpose.FULL_TEST, Purpose.FULL_TOKEN)
+    block.judged(min(outcome.kept + 1, len(pending)), outcome.kept)
+    run.conclude(pending, outcome, rows)
 
 
 def routed(run: Run) -> Generator[None, None, None]:
     """The paper's VIA-SD (Algorithm 2, approximate): some tokens stand on slim's word.
 
     After one slim pass the router accepts drafted tokens, lets slim write its own, or escalates; the full verifier
-    then judges the rest of the block, and audits for free what slim let through since it last looked.
+    then judges the rest of the block, and audits for free what slim let through since it last looked. Unless the router
+    is the paper's own, rounds in which slim would not earn its pass go straight to the full verifier.
     """
     run.start()
     yield
-    audit = _Audit(run)
+    audit, choice = _Audit(run), SlimOrFull()
     while not run.done:
+        before, full_before = len(run.tokens), run.tape.usage[FULL].tokens
         draft, situation = run.propose()
-        if len(run.tokens) - run.tape.seen[FULL] + len(draft.tokens) + 1 > run.max_lag:
-            audit.escalate(draft)
-        else:
-            kept = _route_block(run, draft, audit)
-            run.gamma.learn(situation, min(kept + 1, len(draft.tokens)), kept)
+        length = len(draft.tokens)
+        overdue = before - run.tape.seen[FULL] + length + 1 > run.max_lag
+        slim_first = not overdue and (run.slim_always_first or choice.slim_first())
+        kept = _route_block(run, draft, audit) if slim_first else audit.escalate(draft)
+        run.gamma.learn(situation, min(kept + 1, length), kept)
+        fed = run.tape.usage[FULL].tokens - full_before
+        cost = (run.slim_cost * run.costs(length + 1) if slim_first else 0.0) + (run.costs(fed) if fed else 0.0)
+        choice.learn("slim" if slim_first else "full", len(run.tokens) - before, cost)
         run.settle()
         yield
     if run.audit_tail:
@@ -110,8 +129,7 @@ def _route_block(run: Run, draft: Draft, audit: _Audit) -> int:
         route = run.gates.route(row, token, tightening)
         if route is Route.ESCALATE:
             run.stats.escalations += 1
-            audit.escalate(Draft(draft.tokens[j:], draft.laws[j:]))
-            return j
+            return j + audit.escalate(Draft(draft.tokens[j:], draft.laws[j:]))
         if route is Route.REGENERATE:
             audit.let_through(Item(run.choose(row, run.tokens, Purpose.SLIM_TOKEN), "slim", replaced=True), row)
             return j
@@ -140,13 +158,13 @@ class _Audit:
             self._laws.append(run.processor.law(row, run.tokens))
         return run.push(item, row, checked=False)
 
-    def escalate(self, draft: Draft) -> None:
-        """A full pass over everything full has not seen and `draft`, which it judges alone."""
+    def escalate(self, draft: Draft) -> int:
+        """A full pass over everything full has not seen and `draft`, which it judges alone; how much of it is kept."""
         run = self._run
         unseen = len(run.tokens) - 1 - run.tape.seen[FULL]
         rows = run.forward(FULL, [*run.tokens, *draft.tokens], unseen + len(draft.tokens) + 1)
         self._compare(rows[:unseen])
-        run.verify(draft, rows[unseen:])
+        return run.verify(draft, rows[unseen:]).kept
 
     def tail(self) -> None:
         """Judge what is left at the end of the text, so that every token was judged."""

@@ -24,8 +24,14 @@ from via_sd.runtime.ort import OrtEngine
 from via_sd.runtime.sampling import Processor
 from via_sd.runtime.stream import CompletionStream
 
-#: Slope of a pass's time over its tokens (see StepCost), by precision, where no calibration measured this machine.
-_DEFAULT_SLOPE = {"fp32": 0.06, "int8": 0.15, "int4": 0.22}
+#: Time of a pass over S tokens in passes over one, by precision (measured with SmolLM2-135M on two x86-64 cores).
+_DEFAULT_COST = {
+    "fp32": {1: 1.0, 2: 1.13, 4: 1.15, 6: 1.18, 8: 1.33, 9: 1.41, 12: 1.48, 16: 1.72},
+    "int8": {1: 1.0, 2: 1.15, 4: 1.5, 8: 2.1, 16: 3.3},
+    "int4": {1: 1.0, 2: 1.27, 4: 1.8, 8: 2.7, 16: 4.5},
+}
+#: Share of a pass's time that its layers take (the rest is the LM head), where no calibration measured it.
+_LAYER_SHARE = 0.8
 #: Cost of one drafted token in plain steps, where no calibration measured this machine.
 _MASK_DRAFTER_COST = 0.5
 _MODEL_DRAFTER_COST = 0.35
@@ -69,7 +75,9 @@ class Pipeline:
         self.verifier = verifier
         self.eos_token_ids = frozenset(int(token) for token in bundle.manifest["tokenizer"]["eos_token_ids"])
         self.capacity = min(engine.max_seq_len for engine in (verifier, drafter) if engine is not None)
-        self.step_cost = StepCost(_DEFAULT_SLOPE[bundle.precision])
+        self.step_cost = StepCost(_DEFAULT_COST[bundle.precision])
+        slim = bundle.masks.get(bundle.slim or "")
+        self.slim_cost = 1 - _LAYER_SHARE * slim.skip_ratio if slim else 1.0
         self._pool = SlotPool(verifier, max_sequences, retained_slots)
         self._drafter = drafter
         # A sequence has its verifier slot before it asks for a drafter slot, so this one never waits.

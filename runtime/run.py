@@ -9,7 +9,7 @@ import numpy as np
 
 from via_sd.runtime.drafters import Draft, Drafter
 from via_sd.runtime.engine import FULL
-from via_sd.runtime.gamma import AdaptiveGamma
+from via_sd.runtime.gamma import AdaptiveGamma, StepCost
 from via_sd.runtime.kv import Tape
 from via_sd.runtime.router import DivergenceGuard, Gates
 from via_sd.runtime.sampling import Processor, Purpose, acceptance, draw, residual, uniform
@@ -55,7 +55,10 @@ class Run:
         remaining: tokens that may still be emitted.
         capacity: positions the KV buffers hold.
         stop_tokens: tokens that end the text.
+        costs: time of a full pass over S tokens, in passes over one.
         slim: the slim-verifier's tier, for the modes that have one.
+        slim_cost: of a slim pass, in full passes over as many tokens.
+        slim_always_first: whether `routed` asks slim first in every round, as the paper does.
         max_lag: emitted tokens that may stand unseen by the full verifier.
         audit_tail: whether `routed` ends with a full pass over what only slim has judged.
     """
@@ -69,8 +72,11 @@ class Run:
     stats: Stats
     remaining: int
     capacity: int
+    costs: StepCost
     stop_tokens: frozenset[int] = frozenset()
     slim: str = "slim"
+    slim_cost: float = 0.7
+    slim_always_first: bool = False
     gates: Gates = field(default_factory=Gates)
     guard: DivergenceGuard = field(default_factory=lambda: DivergenceGuard(None))
     max_lag: int = 64

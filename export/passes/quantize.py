@@ -8,6 +8,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from via_sd.export.errors import UnsupportedModelError
+
 #: Entry of a value's metadata: the name of the initializer whose bytes it shares (same bytes, another shape).
 SHARES_BYTES_OF = "via_sd.shares_bytes_of"
 #: Activations in int8 for the product: the fast kernels, and what `accuracy_level=4` has meant throughout the field.
@@ -82,7 +84,10 @@ class QuantizePass(ir.passes.InPlacePass):
 
     def _share_embedding(self, graph: ir.Graph, gather: ir.Node, table: ir.Value, scale: ir.Value, hidden: int) -> None:
         if hidden % self.block_size:
-            raise ValueError(f"hidden size {hidden} is no multiple of the block size {self.block_size}")
+            raise UnsupportedModelError(
+                f"the hidden size {hidden} is no multiple of the block size {self.block_size}, so embedding and head "
+                "cannot share one quantised table; use --precision fp32"
+            )
         assert table.const_value is not None
         packed = table.const_value.numpy()
         flat = packed.reshape(len(packed), -1)

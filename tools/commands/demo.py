@@ -21,9 +21,9 @@ from via_sd.tools.smollm2 import cache_directory, fetch_smollm2
 #: One prompt of each kind a drafter behaves differently on.
 PROMPTS = (
     Prompt(
-        "Repeat the following text exactly:\nThe lighthouse keeper writes the weather into a ledger every morning. He notes "
-        "the wind, the height of the waves and the ships that pass. In winter the ledger is thin, because the fog hides "
-        "what the lamp cannot reach.",
+        "Repeat the following text exactly:\nThe lighthouse keeper writes the weather into a ledger every morning. He "
+        "notes the wind, the height of the waves and the ships that pass. In winter the ledger is thin, because the fog "
+        "hides what the lamp cannot reach.",
         "copy",
     ),
     Prompt(
@@ -40,7 +40,7 @@ def demo(
     out_dir: Annotated[
         Path | None, typer.Option("--out", help="Where the bundle goes; used again if it is there.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Length of every answer.")] = 96,
+    max_new_tokens: Annotated[int, typer.Option(help="Length of every answer.")] = 64,
 ) -> None:
     """Fetch SmolLM2-135M, export it with a slim-verifier, generate in every mode, and compare the modes."""
     bundle = out_dir or cache_directory() / "smollm2-135m-demo"
@@ -53,9 +53,7 @@ def demo(
     for mode in MODES:
         _show(pipeline, mode, max_new_tokens)
     with progress_bar() as progress:
-        samples = run_bench(
-            pipeline, PROMPTS, list(MODES), max_new_tokens=max_new_tokens, repeats=1, progress=progress
-        )
+        samples = run_bench(pipeline, PROMPTS, list(MODES), max_new_tokens=max_new_tokens, repeats=1, progress=progress)
     out.print(comparison(summarise(samples, PROMPTS)))
     out.print(
         "A 135M model has few layers to spare, so its slim-verifier disagrees often and the middle tier does not pay "

@@ -21,7 +21,9 @@ TIER_STYLES = {"draft": "green", "slim": "yellow", "full": "default"}
 def generate(
     bundle: Annotated[Path, typer.Argument(help="Bundle directory.")],
     prompt: Annotated[str, typer.Option(help="Prompt; goes through the model's chat template unless --raw.")],
-    mode: Annotated[str, typer.Option(help="plain, speculative, cascade (exact), routed (approximate), or auto.")] = "auto",
+    mode: Annotated[
+        str, typer.Option(help="plain, speculative, cascade (exact), routed (approximate), or auto.")
+    ] = "auto",
     max_new_tokens: Annotated[int, typer.Option(help="Length limit of the answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the K likeliest tokens; 0 keeps all.")] = 0,
@@ -38,6 +40,9 @@ def generate(
     gamma: Annotated[int | None, typer.Option(help="Length of drafted blocks.", show_default="adaptive")] = None,
     alpha1: Annotated[float, typer.Option(help="Router: how far below slim's best a draft token may be.")] = 0.5,
     alpha2: Annotated[float, typer.Option(help="Router: how unsure slim may be before full is asked.")] = 0.3,
+    router: Annotated[
+        str, typer.Option(help="Routed: `paper` asks slim first every round, `adaptive` where that pays.")
+    ] = "adaptive",
     max_lag: Annotated[int, typer.Option(help="Emitted tokens that may stand unseen by the full verifier.")] = 64,
     max_divergence: Annotated[
         float | None, typer.Option(help="Routed: tighten the router above this share of differing tokens.")
@@ -62,6 +67,7 @@ def generate(
         gamma=gamma,
         alpha1=alpha1,
         alpha2=alpha2,
+        router=router,
         max_lag=max_lag,
         max_divergence=max_divergence,
     )
