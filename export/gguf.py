@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from via_sd.export.errors import ExportError, UnsupportedModelError
@@ -20,19 +23,14 @@ def gguf_to_directory(source: Path, target: Path) -> None:
     import torch
     from safetensors.torch import save_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    quiet = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     try:
-        where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(**where)
+        with _without_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(**where)
     except (ValueError, KeyError, NotImplementedError, OSError) as error:
         raise UnsupportedModelError(f"transformers cannot read {source}: {error}") from error
-    finally:
-        if quiet:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
     target.mkdir(parents=True, exist_ok=True)
     config = model.config.to_dict()
     # Of the file it came from, not of the weights as they are now.
@@ -44,6 +42,23 @@ def gguf_to_directory(source: Path, target: Path) -> None:
         model.generation_config.save_pretrained(target)
     save_model(model, str(target / "model.safetensors"), metadata={"format": "pt"})
     tokenizer.save_pretrained(target)
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing its own: one of them goes through a setting, the GGUF reader's does not."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+    from transformers.utils import logging
+
+    shown, bar = logging.is_progress_bar_enabled(), reader.tqdm  # type: ignore[attr-defined]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    reader.tqdm = functools.partial(bar, disable=True)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        reader.tqdm = bar  # type: ignore[attr-defined]
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def check_gguf(source: Path) -> None:

@@ -46,7 +46,7 @@ def _two_tier_round(run: Run) -> float:
     draft, situation = run.propose()
     rows = run.forward(FULL, [*run.tokens, *draft.tokens], len(draft.tokens) + 1)
     verdict = run.verify(draft, rows)
-    run.gamma.learn(situation, min(verdict.kept + 1, len(draft.tokens)), verdict.kept)
+    run.learn(situation, min(verdict.kept + 1, len(draft.tokens)), verdict.kept)
     return run.costs(len(draft.tokens) + 1) + len(draft.tokens) * run.drafter.cost
 
 
@@ -80,7 +80,7 @@ def _cascade_round(run: Run, block: CascadeBlock, size: int) -> None:
         context = [*run.tokens, *proposal.tokens]
         rows = run.forward(run.slim, [*context, *draft.tokens], len(draft.tokens) + 1)
         verdict = run.test(rows, draft, context, Purpose.SLIM_TEST, Purpose.SLIM_TOKEN)
-        run.gamma.learn(situation, min(verdict.kept + 1, len(draft.tokens)), verdict.kept)
+        run.learn(situation, min(verdict.kept + 1, len(draft.tokens)), verdict.kept)
         block.settled(verdict.kept + 1)
         pending += [Item(token, "draft") for token in draft.tokens[: verdict.kept]]
         pending.append(Item(verdict.token, "slim", replaced=verdict.kept < len(draft.tokens)))
@@ -110,7 +110,7 @@ def routed(run: Run) -> Generator[None, None, None]:
         overdue = before - run.tape.seen[FULL] + length + 1 > run.max_lag
         slim_first = not overdue and (run.slim_always_first or choice.slim_first())
         kept = _route_block(run, draft, audit) if slim_first else audit.escalate(draft)
-        run.gamma.learn(situation, min(kept + 1, length), kept)
+        run.learn(situation, min(kept + 1, length), kept)
         fed = run.tape.usage[FULL].tokens - full_before
         cost = (run.slim_cost * run.costs(length + 1) if slim_first else 0.0) + (run.costs(fed) if fed else 0.0)
         choice.learn("slim" if slim_first else "full", len(run.tokens) - before, cost)

@@ -107,6 +107,11 @@ class Run:
         self.stats.draft_rounds += bool(draft.tokens)
         return draft, situation
 
+    def learn(self, situation: int, judged: int, kept: int) -> None:
+        """A block drafted in `situation` had its first `judged` tokens looked at and its first `kept` accepted."""
+        self.gamma.learn(situation, judged, kept)
+        self.stats.block(judged, kept)
+
     def push(self, item: Item, row: np.ndarray, *, checked: bool = True) -> bool:
         """Emit one token that was judged by logits `row`; False once the text is complete.
 

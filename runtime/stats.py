@@ -32,6 +32,8 @@ class Stats:
     disagreement: float = 0.0
     audited: int = 0
     reused_prefix: int = 0
+    judged_at: list[int] = field(default_factory=list)
+    kept_at: list[int] = field(default_factory=list)
     tier_counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("prefill", "draft", "slim", "full"), 0.0))
     started: float = field(default_factory=perf_counter)
@@ -43,6 +45,15 @@ class Stats:
         if self.first_token_at is None:
             self.first_token_at = perf_counter()
         self.tier_counts[tier] += 1
+
+    def block(self, judged: int, kept: int) -> None:
+        """Count a drafted block by position; unlike the other counts, beyond the token that ended the text too."""
+        while len(self.judged_at) < judged:
+            self.judged_at.append(0)
+            self.kept_at.append(0)
+        for j in range(judged):
+            self.judged_at[j] += 1
+            self.kept_at[j] += j < kept
 
     def finish(self) -> None:
         self.ended = perf_counter()
@@ -68,6 +79,7 @@ class Stats:
             "accepted_tokens": self.accepted,
             "rejection_rate": 1 - self.accepted / self.evaluated if self.evaluated else None,
             "mean_accepted_length": self.accepted / self.draft_rounds if self.draft_rounds else None,
+            "accepted_by_position": [k / n for k, n in zip(self.kept_at, self.judged_at, strict=True)],
             "tier_counts": dict(self.tier_counts),
             "escalations": self.escalations,
             "escalation_rate": self.escalations / emitted if emitted else 0.0,

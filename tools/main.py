@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from via_sd.tools.commands.bench import bench
 from via_sd.tools.commands.demo import demo
 from via_sd.tools.commands.export import export
 from via_sd.tools.commands.generate import generate
@@ -17,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (export, generate, inspect, demo):
+for verb in (export, generate, bench, inspect, demo):
     app.command()(verb)
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from via_sd.masks import parse_mask, write_mask
 from via_sd.runtime import EXACT_MODES, MODES, Pipeline
 from via_sd.tools.bench import run_bench, summarise
-from via_sd.tools.commands.generate import TIER_STYLES, summary
+from via_sd.tools.commands.generate import show, summary
 from via_sd.tools.console import command, err, out, progress_bar
 from via_sd.tools.prompts import Prompt
 from via_sd.tools.smollm2 import cache_directory, fetch_smollm2
@@ -21,9 +21,9 @@ from via_sd.tools.smollm2 import cache_directory, fetch_smollm2
 #: One prompt of each kind a drafter behaves differently on.
 PROMPTS = (
     Prompt(
-        "Repeat the following text exactly:\nThe lighthouse keeper writes the weather into a ledger every morning. He "
-        "notes the wind, the height of the waves and the ships that pass. In winter the ledger is thin, because the fog "
-        "hides what the lamp cannot reach.",
+        "Repeat the following text exactly:\nThe lighthouse keeper writes the weather into a ledger each day. He "
+        "notes the wind, the height of the waves and the ships that pass. In winter the ledger is thin, because the "
+        "fog hides what the lamp cannot reach.",
         "copy",
     ),
     Prompt(
@@ -85,8 +85,7 @@ def comparison(figures: dict[str, dict[str, Any]]) -> Table:
 def _export(bundle: Path, progress: Any) -> None:
     from via_sd.export import export_bundle
 
-    progress("fetching SmolLM2-135M-Instruct (90 MB)", None)
-    gguf = fetch_smollm2()
+    gguf = fetch_smollm2(progress)
     mask = cache_directory() / "smollm2-135m.mask.json"
     source = files("via_sd.tools").joinpath("smollm2-135m.mask.json")
     write_mask(parse_mask(json.loads(source.read_text(encoding="utf-8"))), mask)
@@ -103,7 +102,7 @@ def _show(pipeline: Pipeline, mode: str, max_new_tokens: int) -> None:
     out.rule(f"[bold]{mode}[/]", align="left")
     stream = pipeline.stream(PROMPTS[-1].text, mode=mode, max_new_tokens=max_new_tokens, audit_tail=True)
     for chunk in stream:
-        out.print(chunk.text, style=TIER_STYLES[chunk.tiers[-1]], end="", soft_wrap=True, markup=False, highlight=False)
+        show(chunk)
     out.print()
     err.print(summary(stream.completion), highlight=False)
 

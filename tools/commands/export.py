@@ -40,7 +40,9 @@ def export(
     drafter: Annotated[
         str, typer.Option(help="`ngram`, `mask:FILE` (a deeper mask of the verifier), or a model with its vocabulary.")
     ] = "ngram",
-    precision: Annotated[Precision, typer.Option(help="Weights: float32, or weight-only int8 or int4.")] = Precision.fp32,
+    precision: Annotated[
+        Precision, typer.Option(help="Weights: float32, or weight-only int8 or int4.")
+    ] = Precision.fp32,
     max_seq_len: Annotated[
         int | None, typer.Option(help="Capacity of a KV buffer in tokens.", show_default="the model's, at most 4096")
     ] = None,

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.segment import Segment, Segments
+from rich.style import Style
 from rich.text import Text
 
-from via_sd.runtime import Completion, GenerationConfig, Pipeline
+from via_sd.runtime import Chunk, Completion, GenerationConfig, Pipeline
 from via_sd.tools.console import command, err, out
 
 #: Colour of a token by its tier.
@@ -78,11 +80,18 @@ def generate(
         return
     stream = pipeline.stream(prompt, config)
     for chunk in stream:
-        # A chunk's text may lag behind its tokens; the last token's tier colours what has become certain.
-        style = TIER_STYLES[chunk.tiers[-1]] if chunk.tiers else "default"
-        out.print(Text(chunk.text, style=style), end="", soft_wrap=True)
+        show(chunk)
     out.print()
     err.print(summary(stream.completion), highlight=False)
+
+
+def show(chunk: Chunk) -> None:
+    """Print a chunk in the colour of its tier, character for character (rich's own `Text` would expand tabs).
+
+    Its text may lag behind its tokens; the last token's tier colours what has become certain.
+    """
+    style = Style.parse(TIER_STYLES[chunk.tiers[-1]] if chunk.tiers else "default")
+    out.print(Segments([Segment(chunk.text, style)]), end="", soft_wrap=True)
 
 
 def summary(completion: Completion) -> Text:

@@ -1,0 +1,57 @@
+"""`via-sd-export bench`: modes against plain decoding on the user's machine and prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from via_sd.runtime import MODES, Pipeline
+from via_sd.tools.bench import run_bench, summarise
+from via_sd.tools.commands.demo import comparison
+from via_sd.tools.console import CommandError, command, err, out, progress_bar
+from via_sd.tools.prompts import read_prompts
+
+
+@command
+def bench(
+    bundle: Annotated[Path, typer.Argument(help="Bundle directory.")],
+    prompts: Annotated[Path, typer.Option(help='JSON lines, {"prompt": …, "bucket": …}.')],
+    modes: Annotated[
+        str | None, typer.Option(help="Comma-separated; plain is always measured too.", show_default="all there are")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Length of every answer.")] = 128,
+    repeats: Annotated[int, typer.Option(help="Times every prompt is generated in every mode.")] = 3,
+    alpha1: Annotated[float, typer.Option(help="Router: see generate.")] = 0.5,
+    alpha2: Annotated[float, typer.Option(help="Router: see generate.")] = 0.3,
+    router: Annotated[str, typer.Option(help="Router: see generate.")] = "adaptive",
+    threads: Annotated[int | None, typer.Option(help="Threads of one pass.", show_default="physical cores")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every figure there.")] = None,
+) -> None:
+    """Measure the decoding modes of BUNDLE on PROMPTS, greedy, modes in turn, in one run."""
+    wanted = read_prompts(prompts)
+    pipeline = Pipeline.load(bundle, threads=threads, max_sequences=1)
+    chosen = modes.split(",") if modes else [m for m in MODES if pipeline.bundle.slim or m not in ("cascade", "routed")]
+    if unknown := sorted(set(chosen) - set(MODES)):
+        raise CommandError(f"modes {', '.join(unknown)} are not known; modes are {', '.join(MODES)}")
+    if max_new_tokens < 2 or repeats < 1:
+        raise CommandError("--max-new-tokens must be 2 or more, --repeats 1 or more")
+    with progress_bar() as progress:
+        samples = run_bench(
+            pipeline,
+            wanted,
+            chosen,
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            progress=progress,
+            alpha1=alpha1,
+            alpha2=alpha2,
+            router=router,
+        )
+    figures = summarise(samples, wanted)
+    out.print(comparison(figures))
+    if json_file:
+        json_file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        err.print(f"wrote {json_file}", highlight=False)
