@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.table import Table
 
@@ -86,6 +89,7 @@ def main(
                     f"round {repeat + 1} of {repeats}", (max(0, repeat) * len(wanted) + index) / (repeats * len(wanted))
                 )
     _print(speeds, host, wanted)
+    _print_limit(pipeline, speeds, threads or os.cpu_count() or 1)
     if json_file:
         json_file.write_text(json.dumps(speeds, indent=1) + "\n", encoding="utf-8")
         err.print(f"wrote {json_file}")
@@ -141,6 +145,30 @@ def _print(speeds: Speeds, host: dict[str, list[float]], prompts: list[Prompt]) 
     for bucket in buckets:
         ratio = mean("speculative", bucket) / mean("plain", bucket)
         out.print(f"speculative over plain on {bucket}: {ratio:.3f}x")
+
+
+def _print_limit(pipeline: Pipeline, speeds: Speeds, threads: int) -> None:
+    """How near plain decoding comes to reading every weight once per token and doing nothing else."""
+    weights = pipeline.bundle.file(pipeline.bundle.manifest["verifier"]["weights"]).stat().st_size
+    bandwidth = read_bandwidth(threads)
+    every = [speed for values in speeds["plain"].values() for speed in values]
+    out.print(
+        f"memory: {bandwidth / 1e9:.1f} GB/s read by {threads} threads, {weights / 1e6:.0f} MB of weights: at most "
+        f"{bandwidth / weights:.0f} tokens/s; plain reaches {statistics.median(every) * weights / bandwidth:.0%} of that"
+    )
+
+
+def read_bandwidth(threads: int, megabytes: int = 512) -> float:
+    """Bytes per second that `threads` threads read together from memory (best of several sweeps)."""
+    data = np.ones(megabytes * (1 << 20) // 4, np.float32)
+    parts = np.array_split(data, threads)
+    best = 0.0
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(8):
+            begun = perf_counter()
+            list(pool.map(np.max, parts))
+            best = max(best, data.nbytes / (perf_counter() - begun))
+    return best
 
 
 if __name__ == "__main__":
