@@ -64,7 +64,7 @@ class ModelIdentity:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ModelIdentity:
-        """Read the `model` object of a mask file or a bundle manifest; raises `MaskError` unless every field is right."""
+        """Read the `model` object of a mask file or a bundle manifest; raises `MaskError` if a field is wrong."""
         for key, example in asdict(_EXAMPLE).items():
             value = data.get(key)
             if type(value) is not type(example) or (isinstance(value, int) and value < 1):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import xxhash
@@ -17,6 +19,37 @@ FORMAT = "via-sd-bundle"
 #: misread gets the next version, and the release that makes it says how to export again.
 READS_VERSIONS = (1,)
 MANIFEST = "bundle.json"
+
+#: What is read of a decoder's entry, and its type.
+_DECODER: dict[str, Any] = {
+    "graph": str,
+    "vocab_size": int,
+    "kv": {
+        "past": str,
+        "present": str,
+        "parts": list,
+        "num_layers": int,
+        "num_heads": int,
+        "head_dim": int,
+        "dtype": str,
+    },
+}
+#: What is read of a manifest, and its type; tuples are alternatives.
+_CONTRACT: dict[str, Any] = {
+    "model": dict,
+    "precision": str,
+    "max_seq_len": int,
+    "tokenizer": {"eos_token_ids": list, "special_tokens": dict, "chat_template": (str, NoneType)},
+    "verifier": {**_DECODER, "tiers": {"full": {"keep": list}}},
+    "slim": (str, NoneType),
+    "drafter": {"kind": str},
+    "files": dict,
+}
+_DRAFTERS: dict[str, dict[str, Any]] = {
+    "ngram": {},
+    "mask": {"tier": str},
+    "model": {**_DECODER, "max_seq_len": int, "shared_vocab": int},
+}
 
 
 @dataclass(frozen=True)
@@ -83,14 +116,47 @@ def load_bundle(path: str | Path, *, verify: bool = True) -> Bundle:
             f"{directory} has bundle version {manifest.get('version')!r}, this release reads "
             f"{', '.join(map(str, READS_VERSIONS))}; export it again with this release, or use the one that made it"
         )
-    missing = [
-        key for key in ("model", "precision", "max_seq_len", "tokenizer", "verifier", "files") if key not in manifest
-    ]
-    if missing:
-        raise BundleError(f"{file} lacks {', '.join(missing)}; export the bundle again")
+    try:
+        _check_contract(manifest)
+    except ValueError as error:  # MaskError is one
+        raise BundleError(f"{file} is damaged: {error}; export the bundle again") from None
     for relative, wanted in manifest["files"].items():
         _check_file(directory / relative, wanted, verify)
     return Bundle(directory, manifest)
+
+
+def _check_contract(manifest: dict[str, Any]) -> None:
+    """Raise `ValueError` unless everything that is read of a manifest is there and of its type."""
+    _check(manifest, _CONTRACT, "")
+    ModelIdentity.from_json(manifest["model"])
+    tiers, drafter = manifest["verifier"]["tiers"], manifest["drafter"]
+    for name, tier in tiers.items():
+        _check(tiers, {name: {"keep": list}}, "verifier.tiers.")
+        if "mask" in tier:
+            parse_mask(tier["mask"])
+    if drafter["kind"] not in _DRAFTERS:
+        raise ValueError(f"drafter.kind is {drafter['kind']!r}, this release knows {', '.join(_DRAFTERS)}")
+    _check(drafter, _DRAFTERS[drafter["kind"]], "drafter.")
+    for what, name in (("slim", manifest["slim"]), ("drafter.tier", drafter.get("tier"))):
+        if name is not None and "mask" not in tiers.get(name, {}):
+            raise ValueError(f"{what} is {name!r}, and no tier of that name has a mask")
+    for name in manifest["files"]:
+        _check(manifest["files"], {name: {"size": int, "xxh3": str}}, "files.")
+
+
+def _check(data: dict[str, Any], contract: Mapping[str, Any], where: str) -> None:
+    for key, wanted in contract.items():
+        if key not in data:
+            raise ValueError(f"{where}{key} is missing")
+        kind = dict if isinstance(wanted, dict) else wanted
+        if not isinstance(data[key], kind):
+            raise ValueError(f"{where}{key} is {str(data[key])[:40]!r}, which is no {_name(kind)}")
+        if isinstance(wanted, dict):
+            _check(data[key], wanted, f"{where}{key}.")
+
+
+def _name(kind: Any) -> str:
+    return " or ".join(k.__name__ for k in kind) if isinstance(kind, tuple) else str(kind.__name__)
 
 
 def _check_file(path: Path, wanted: dict[str, Any], verify: bool) -> None:

@@ -156,6 +156,7 @@ class ModelDrafter:
     ) -> None:
         self._tape, self._tier, self._processor = tape, tier, processor
         self._vocabulary, self._width, self._threshold = vocabulary, width, threshold
+        self._draws = 0
         self.cost = cost
 
     @property
@@ -180,15 +181,17 @@ class ModelDrafter:
                 token, law = self._processor.best(logits[None], context)[0], None
             else:
                 law = self._processor.law(logits, context)
-                token = draw(law, uniform(params.seed, self.calls, len(context), Purpose.DRAFT))
+                # Not keyed by engine calls: how many a long prompt takes depends on the prefix that was re-used.
+                self._draws += 1
+                token = draw(law, uniform(params.seed, self._draws, len(context), Purpose.DRAFT))
             tokens.append(token)
             laws.append(law)
             context.append(token)
         return Draft(tokens, laws)
 
     def expectation(self, sequence: Sequence[int]) -> int:
-        """One class: the model itself stops where it is unsure."""
-        return 1
+        """One class, of those that begin hopeful: the model itself stops where it is unsure."""
+        return 5
 
     def settle(self, length: int) -> None:
         self._tape.settle(length)

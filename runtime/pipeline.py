@@ -109,6 +109,11 @@ class Pipeline:
             BundleError: no bundle, a damaged one, or no engine installed to run it.
         """
         bundle = load_bundle(path, verify=verify)
+        if bundle.precision not in _DEFAULT_COST:
+            raise BundleError(
+                f"{bundle.path} has weights in {bundle.precision}, this runtime takes {', '.join(_DEFAULT_COST)}; "
+                "export the bundle again in one of these"
+            )
         verifier = bundle.manifest["verifier"]
         engine = OrtEngine(bundle.file(verifier["graph"]), verifier, bundle.max_seq_len, threads=threads)
         described = bundle.manifest["drafter"]
@@ -254,6 +259,10 @@ class Pipeline:
 def _load_tokenizer(bundle: Bundle) -> Tokenizer:
     file = bundle.file("tokenizer.json")
     try:
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # noqa: BLE001 - the library raises plain Exception
         raise BundleError(f"{file} cannot be read: {error}; export the bundle again") from None
+    # Left over from training in many a file; a prompt is neither cut in silence nor filled up.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

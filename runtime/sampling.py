@@ -42,7 +42,7 @@ class SamplingParams:
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1 (off)"),
             ("min_p", 0 <= self.min_p < 1, "0 (off) or more and less than 1"),
-            ("repetition_penalty", self.repetition_penalty > 0, "more than 0 (1 is off)"),
+            ("repetition_penalty", 0 < self.repetition_penalty < np.inf, "more than 0 (1 is off)"),
             ("seed", 0 <= self.seed < 2**64, "0 to 2^64 - 1"),
         ):
             if not ok:
@@ -85,7 +85,7 @@ class Processor:
         Args:
             logits: float32 [rows, vocab].
         """
-        if self.params.repetition_penalty != 1:
+        if self.params.repetition_penalty != 1 and len(logits):
             logits = np.stack([self._penalised(row, context, draft[:j]) for j, row in enumerate(logits)])
         return [int(token) for token in logits.argmax(-1)]
 
@@ -94,11 +94,14 @@ class Processor:
         params = self.params
         if params.repetition_penalty != 1:
             logits = self._penalised(logits, context, draft)
-        scaled = logits.astype(np.float64) / params.temperature
+        scaled = logits.astype(np.float64)
         if 0 < params.top_k < len(scaled):
             floor = np.partition(scaled, -params.top_k)[-params.top_k]
             scaled[scaled < floor] = -np.inf
-        probabilities = np.exp(scaled - scaled.max())
+        scaled -= scaled.max()
+        with np.errstate(over="ignore"):  # a tiny temperature leaves nothing but the likeliest
+            scaled /= params.temperature
+        probabilities = np.exp(scaled)
         probabilities /= probabilities.sum()
         if params.top_p < 1:
             order = np.argsort(-probabilities, kind="stable")

@@ -116,6 +116,8 @@ class _Output:
         """What came since the last one."""
         start, self._handed_out = self._handed_out, len(self._token_ids)
         text = self._text.take() if self.reason is None else self._text.finish()
+        if self.reason == "length" and self._text.stopped:  # the last token completed a stop string, and more
+            self.reason = "stop"
         return Chunk(text, self._token_ids[start:], self._tiers[start:], self.reason)
 
     def completion(self, prompt_tokens: int, stats: Stats, seed: int) -> Completion:

@@ -5,58 +5,76 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+
+_UNKNOWN = "\ufffd"  # what a decoder makes of bytes that are no character (yet)
 
 
 class TextStream:
     """Decodes tokens one by one and looks for stop strings across their borders.
 
     The text shown so far never has to be taken back: half a character waits for its other bytes, and text that may be
-    the beginning of a stop string waits until it is or is not one.
+    the beginning of a stop string waits until it is or is not one. Tokens are decoded together with those of the piece
+    before them, since what a token stands for may depend on what precedes it; that, unlike `DecodeStream` of the
+    tokenizers library, also gets past bytes that never become a character, whatever the decoder makes of them.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
         self._stop = tuple(s for s in stop if s)
-        self._ids: list[int] = []
+        self._longest_stop = max((len(s) for s in self._stop), default=0)
+        self._window: list[int] = []  # tokens of the last piece, and those behind it that are no text yet
+        self._known = 0  # how many of them belong to the last piece
+        self._known_text = ""
         self._decoded = ""
         self._shown = 0
         self.stopped = False
 
     def push(self, token: int) -> bool:
         """Take one token; False if it completed a stop string (the text then ends before that string)."""
-        self._ids.append(token)
-        piece = self._stream.step(self._tokenizer, token)
-        if piece:
-            start = max(0, len(self._decoded) - max((len(s) for s in self._stop), default=0))
-            self._decoded += piece
-            found = [at for s in self._stop if (at := self._decoded.find(s, start)) >= 0]
-            if found:
-                self._decoded = self._decoded[: min(found)]
-                self.stopped = True
+        self._window.append(token)
+        piece = self._undecoded()
+        if piece and not piece.endswith(_UNKNOWN):
+            self._extend(piece)
+            self._window = self._window[self._known :]
+            self._known = len(self._window)
+            self._known_text = self._tokenizer.decode(self._window, skip_special_tokens=True)
         return not self.stopped
 
     def take(self) -> str:
         """The text that is certain and was not taken yet."""
-        end = len(self._decoded) - (0 if self.stopped else self._undecided())
-        piece = self._decoded[self._shown : end]
-        self._shown = max(self._shown, end)
-        return piece
+        return self._show(len(self._decoded) - (0 if self.stopped else self._undecided()))
 
     def finish(self) -> str:
-        """The rest of the text, once no token follows; bytes that never became a character are shown as U+FFFD."""
+        """The rest of the text, once no token follows; bytes that never became a character are shown as U+FFFD.
+
+        `stopped` tells whether a stop string ended it after all, completed by a token that ends within a character.
+        """
         if not self.stopped:
-            whole = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-            if whole.startswith(self._decoded):
-                self._decoded = whole
-        self.stopped = True
-        return self.take()
+            self._extend(self._undecoded())
+        return self._show(len(self._decoded))
 
     @property
     def text(self) -> str:
         """All text taken so far."""
         return self._decoded[: self._shown]
+
+    def _undecoded(self) -> str:
+        """Text of the tokens behind the last piece."""
+        return self._tokenizer.decode(self._window, skip_special_tokens=True)[len(self._known_text) :]
+
+    def _extend(self, piece: str) -> None:
+        """Add `piece`, up to the first stop string that is complete."""
+        start = max(0, len(self._decoded) - self._longest_stop)
+        self._decoded += piece
+        found = [(at + len(s), at) for s in self._stop if (at := self._decoded.find(s, start)) >= 0]
+        if found:
+            self._decoded = self._decoded[: min(found)[1]]
+            self.stopped = True
+
+    def _show(self, end: int) -> str:
+        piece = self._decoded[self._shown : end]
+        self._shown = max(self._shown, end)
+        return piece
 
     def _undecided(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
