@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
 #: What each package of ours may import of ours.
 ALLOWED = {
     "masks": {"masks"},
@@ -75,6 +76,17 @@ def test_the_runtime_names_no_package_it_must_run_without():
     assert not {(file.name, name) for file, name in imports("runtime") if name.split(".")[0] in HEAVY}
 
 
+@pytest.mark.parametrize("package", ALLOWED)
+def test_what_is_installed_is_all_of_the_source(package):
+    """A folder that pyproject.toml forgets works in a checkout and is missing from the wheel."""
+    shipped = {".py", ".typed", ".json", ".html"}
+
+    def files(root: Path) -> set[Path]:
+        return {p.relative_to(root) for p in root.rglob("*") if p.suffix in shipped}
+
+    assert files(folder(package)) == files(ROOT / package)
+
+
 BLOCKED = """
 import json, sys
 
@@ -128,6 +140,15 @@ def test_generate_and_inspect_need_no_export_packages(tiny_bundle):
     )
     assert json.loads(said)["stats"]["emitted_tokens"] <= 4
     assert json.loads(run_blocked(COMMAND, HEAVY, "inspect", str(tiny_bundle), "--json"))["kind"] == "bundle"
+
+
+def test_bad_input_is_one_message_where_nothing_can_be_exported(tmp_path):
+    command = [sys.executable, "-c", BLOCKED + COMMAND, json.dumps(sorted(HEAVY)), "generate", str(tmp_path)]
+    done = subprocess.run([*command, "--prompt", "x"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "is no bundle" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_mask_file_is_read_and_written_without_any_engine(tmp_path):

@@ -23,7 +23,8 @@ R = TypeVar("R")
 CHECK_FAILED, BAD_INPUT = 1, 2
 _INTERRUPTED = 130
 
-out = Console()
+# Where nobody knows the width (a pipe, a file), tables are as wide as they need to be rather than cut at 80.
+out = Console(width=None if sys.stdout.isatty() else 160)
 err = Console(stderr=True)
 
 
@@ -37,9 +38,12 @@ class CheckFailedError(Exception):
 
 def expected_failures() -> tuple[type[Exception], ...]:
     """Errors that mean bad input; those of `export` only where it is importable without its extra."""
-    from via_sd.export.errors import ExportError
-
-    return (ViaSdError, MaskError, ExportError, CommandError)
+    known = (ViaSdError, MaskError, CommandError)
+    try:
+        from via_sd.export.errors import ExportError
+    except ImportError:
+        return known
+    return (*known, ExportError)
 
 
 def command(function: Callable[P, R]) -> Callable[P, R]:
@@ -52,6 +56,10 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
         except CheckFailedError as error:
             raise _failed(str(error), CHECK_FAILED) from None
         except expected_failures() as error:
+            raise _failed(str(error), BAD_INPUT) from None
+        except BrokenPipeError:  # the reader of our output has seen enough
+            raise
+        except OSError as error:  # a folder that cannot be written, a full disk
             raise _failed(str(error), BAD_INPUT) from None
         except KeyboardInterrupt:
             raise _failed("interrupted", _INTERRUPTED) from None

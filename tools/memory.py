@@ -3,9 +3,9 @@
     python -m via_sd.tools.memory BUNDLE [--full-only BUNDLE_WITHOUT_MASK]
 
 Each figure is of a process of its own that loads the bundle and decodes the same prompt to the same length: its
-resident memory, and the part of it that is no file's (Linux: `/proc/self/smaps_rollup`; what a file's pages count as
-depends on which other processes have mapped them, so no figure is made of that). Without `--full-only`, the process that
-stands for full alone has the same bundle and never runs slim.
+resident memory, and the part of it that is no file's (Linux: `/proc/self/smaps_rollup`; whether a file's page counts as
+private depends on who else has mapped it, so no figure is made of that). Without `--full-only`, the process that stands
+for full alone has the same bundle and never runs slim.
 """
 
 from __future__ import annotations

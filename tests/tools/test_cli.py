@@ -338,6 +338,11 @@ def test_an_existing_out_is_refused(tiny_checkpoint, tmp_path):
     refused(invoke("export", tiny_checkpoint, "--out", tmp_path), "exists; remove it or choose another --out")
 
 
+def test_an_out_that_cannot_be_made_is_refused(tiny_checkpoint, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    refused(invoke("export", tiny_checkpoint, "--out", tmp_path / "file" / "b"), "File exists", "/file")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -362,7 +367,7 @@ def test_bad_usage_is_exit_code_2_and_says_what_was_wrong(arguments):
 
 def test_help_names_every_verb_and_every_verb_has_help():
     text = run_script("--help").stdout
-    for verb in ("export", "generate", "inspect", "demo"):
+    for verb in ("export", "generate", "bench", "inspect", "demo"):
         assert verb in text
         shown = invoke(verb, "--help")
         assert shown.exit_code == 0
@@ -397,6 +402,65 @@ def test_ctrl_c_during_an_export_leaves_nothing(tiny_checkpoint, tiny_masks, tmp
     assert b"error: interrupted" in seen.replace(b"\x1b[1;31m", b"").replace(b"\x1b[0m", b"")
     assert b"Traceback" not in seen
     assert list(tmp_path.iterdir()) == []
+
+
+# -- bench -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prompts(tmp_path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "abc abc abc", "bucket": "copy"}\n\n{"prompt": "what is this?"}\n')
+    return file
+
+
+def test_bench_compares_modes_with_plain_decoding_in_the_same_run(tiny_bundle, prompts, tmp_path):
+    result = invoke("bench", tiny_bundle, "--prompts", prompts, "--modes", "speculative,routed", "--max-new-tokens", 8,
+                    "--repeats", 2, "--json", tmp_path / "figures.json")  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert set(figures) == {"plain", "speculative", "routed"}
+    for by_bucket in figures.values():
+        assert set(by_bucket) == {"all", "copy", "default"}
+        for values in by_bucket.values():
+            speed = values["tokens_per_s"]
+            assert 0 < speed["min"] <= speed["median"] <= speed["max"]
+            assert sum(values["tiers"].values()) == pytest.approx(1)
+    assert figures["plain"]["all"]["over_plain"] == pytest.approx({"median": 1, "min": 1, "max": 1})
+    assert figures["speculative"]["all"]["equal_to_plain"] == 1
+    for text in ("exact", "approximate", "copy", "default"):
+        assert text in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot read prompts"),
+        ("", "has no prompts"),
+        ("{prompt", "line 1 is not JSON"),
+        ('{"prompt": "x"}\n{"text": "y"}', "line 2: wanted"),
+        ('{"prompt": ""}', "line 1: wanted"),
+        ('["x"]', "line 1: wanted"),
+        ("\xff", "cannot read prompts"),
+    ],
+)
+def test_a_broken_prompt_file_is_one_message(content, says, tiny_bundle, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    if content is not None:
+        file.write_bytes(content.encode("latin-1"))
+    refused(invoke("bench", tiny_bundle, "--prompts", file), says)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--modes", "plain,turbo"], "modes turbo are not known"),
+        (["--repeats", 0], "--repeats 1 or more"),
+        (["--max-new-tokens", 1], "--max-new-tokens must be 2 or more"),
+    ],
+)
+def test_a_bench_that_cannot_be_run_is_one_message(options, says, tiny_bundle, prompts):
+    refused(invoke("bench", tiny_bundle, "--prompts", prompts, *options), says)
 
 
 # -- inspect ---------------------------------------------------------------------------------------------------------
