@@ -1,0 +1,98 @@
+"""The LM head: float32 logits of the rows asked for, from one table where head and embedding are tied."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from via_sd.export.errors import UnsupportedModelError
+from via_sd.export.passes.step_inputs import NUM_LOGITS
+from via_sd.export.portable.constants import add
+
+LOGIT_ROWS = "logit_rows"
+
+
+class HeadPass(ir.passes.InPlacePass):
+    """Choose rows by index instead of by count, and store a tied table the way the head reads it.
+
+    A count would be a value that output shapes depend on, which a compiler has to know on the host before it runs; an
+    index list has its length in its shape. A table [vocab, hidden] that the head reads transposed would be copied in
+    every step by a compiler to which weights are inputs, so it is stored as [hidden, vocab] and the embedding, which
+    reads a few tokens of it, gathers columns.
+
+    Requires: input `num_logits` and the slice it selects.
+    Ensures: input `logit_rows` int64 [rows]; output `logits` float32; no `FusedMatMul`.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        graph = model.graph
+        _gather_rows(graph)
+        for node in [node for node in graph if node.op_type == "FusedMatMul"]:
+            _untie_layout(graph, node)
+        logits = next(value for value in graph.outputs if value.name == "logits")
+        index = list(graph.outputs).index(logits)
+        logits.name = "logits_native"
+        cast = ir.node("Cast", [logits], {"to": ir.DataType.FLOAT.value}, name="logits")
+        graph.append(cast)
+        out = cast.outputs[0]
+        out.name = "logits"
+        out.type = ir.TensorType(ir.DataType.FLOAT)
+        vocabulary = logits.shape[-1] if logits.shape is not None else "vocab"
+        out.shape = ir.Shape(["batch", "rows", vocabulary])
+        graph.outputs[index] = out
+        return ir.passes.PassResult(model, modified=True)
+
+
+def _gather_rows(graph: ir.Graph) -> None:
+    count = next((value for value in graph.inputs if value.name == NUM_LOGITS), None)
+    slices = [] if count is None else [n for user in count.consumers() for n in user.outputs[0].consumers()]
+    if count is None or len(slices) != 1 or slices[0].op_type != "Slice":
+        raise UnsupportedModelError(
+            f"the graph does not select logits by {NUM_LOGITS!r}; wanted a graph as an export leaves it"
+        )
+    rows = ir.Value(name=LOGIT_ROWS, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(["rows"]))
+    graph.inputs[list(graph.inputs).index(count)] = rows
+    old = slices[0]
+    (negated,) = count.consumers()
+    gather = ir.node("Gather", [old.inputs[0], rows], {"axis": 1}, name="logit_hidden")
+    ir.convenience.replace_nodes_and_values(graph, old, [old], [gather], [old.outputs[0]], [gather.outputs[0]])
+    graph.remove(negated, safe=True)
+
+
+def _untie_layout(graph: ir.Graph, head: ir.Node) -> None:
+    """`FusedMatMul(x, table [N, K], transB)` as `MatMul(x, table [K, N])`; lookups in the table gather its columns."""
+    hidden, table = head.inputs
+    assert hidden is not None
+    assert table is not None
+    fused = {name: attribute.value for name, attribute in head.attributes.items()}
+    lookups = [user for user in table.consumers() if user is not head]
+    tensor = table.const_value
+    if fused != {"transB": 1} or tensor is None or any(not _is_lookup(user) for user in lookups):
+        raise UnsupportedModelError(
+            f"product {head.outputs[0].name!r} is fused with {fused} and shares its table with "
+            f"{sorted({user.op_type for user in lookups})}; wanted a transposed table shared with embeddings alone"
+        )
+    table.const_value = _transposed(tensor)
+    table.shape = ir.Shape(table.const_value.shape.numpy())
+    product = ir.node("MatMul", [hidden, table], name=head.name or "lm_head")
+    ir.convenience.replace_nodes_and_values(graph, head, [head], [product], [head.outputs[0]], [product.outputs[0]])
+    for lookup in lookups:
+        nodes: list[ir.Node] = []
+        name = lookup.name or "embedding"
+        columns = add(nodes, "Gather", [table, lookup.inputs[1]], f"{name}_columns", axis=1)
+        rows = add(nodes, "Transpose", [columns], f"{name}_rows", perm=[1, 2, 0])
+        ir.convenience.replace_nodes_and_values(graph, lookup, [lookup], nodes, [lookup.outputs[0]], [rows])
+
+
+def _is_lookup(node: ir.Node) -> bool:
+    axis = node.attributes.get("axis")
+    return node.op_type == "Gather" and (axis is None or axis.as_int() == 0)
+
+
+def _transposed(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    rows, columns = tensor.shape.numpy()
+
+    def transpose() -> ir.TensorProtocol:
+        return ir.tensor(np.ascontiguousarray(tensor.numpy().T), dtype=tensor.dtype, name=tensor.name)
+
+    return ir.LazyTensor(transpose, dtype=tensor.dtype, shape=ir.Shape([columns, rows]), name=tensor.name)

@@ -1,0 +1,105 @@
+"""Lower a bundle's decoder graph to the portable one.
+
+exported graph (GroupQueryAttention, If, step lengths)
+  -> UnroutePass        every If replaced by what it keeps
+  -> PrunePass          the sublayers a mask skips left out
+  -> AttentionPass      RotaryEmbedding, TensorScatter into a fixed cache, Attention with a mask made in the graph
+  -> StandardNormPass   skip norms as Add and RMSNormalization
+  -> HeadPass           logits of the rows asked for, in float32
+  -> CastPass           one dtype for weights, activations and KV
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from via_sd.export.errors import UnsupportedModelError
+from via_sd.export.passes.prune import PrunePass
+from via_sd.export.portable.attention import AttentionPass
+from via_sd.export.portable.cast import CastPass
+from via_sd.export.portable.head import HeadPass
+from via_sd.export.portable.norms import StandardNormPass
+from via_sd.export.portable.unroute import UnroutePass
+from via_sd.masks import Mask
+
+#: First opset with TensorScatter and with Attention over a cache of fixed size.
+OPSET = 24
+#: Precision name -> element type of weights, activations and KV.
+DTYPES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
+
+
+def to_portable(
+    model: ir.Model, *, max_seq_len: int, dtype: ir.DataType | str = "fp32", mask: Mask | None = None
+) -> ir.Model:
+    """The portable graph of `model`, full or as `mask` prunes it; `model` itself stays as it is.
+
+    Inputs of the result (T is `dtype`, S_max is `max_seq_len`, layers keep their original index):
+
+    - `input_ids` int64 [batch, tokens]
+    - `position_ids` int64 [batch, tokens]: consecutive per sequence; the first says where the step is written, and a
+      token sees the cache up to its own position, whatever lies behind it
+    - `cache_slots` int64 [visible]: 0, 1, …, visible - 1; how much of the cache the step looks at, which must reach
+      past its last position and costs time beyond that
+    - `past_key_values.{layer}.key|value` T [batch, kv_heads, S_max, head_dim], for every layer that keeps its attention
+    - `logit_rows` int64 [rows]: which of the step's tokens (0 to tokens - 1) to compute logits for
+
+    Outputs: `logits` float32 [batch, rows, vocab]; `present.{layer}.key|value`, shaped as the past and meant to be
+    bound to the same memory.
+
+    Args:
+        model: a decoder graph as an export leaves it (`lower` applied), routed or not, not quantised.
+        max_seq_len: capacity of the KV caches in tokens.
+        dtype: `fp32`, `fp16`, `bf16`, or the element type itself.
+        mask: what to leave out; None for the full verifier.
+
+    Raises:
+        UnsupportedModelError: an operator or an attention this graph cannot express.
+    """
+    result = model.clone()
+    UnroutePass()(result)
+    if mask is not None:
+        PrunePass(mask)(result)
+    AttentionPass(max_seq_len)(result)
+    StandardNormPass()(result)
+    HeadPass()(result)
+    RemoveUnusedNodesPass()(result)
+    _drop_unused_weights(result.graph)
+    _check_operators(result.graph)
+    CastPass(portable_dtype(dtype))(result)
+    result.graph.opset_imports.clear()
+    result.graph.opset_imports[""] = OPSET
+    return result
+
+
+def portable_dtype(dtype: ir.DataType | str) -> ir.DataType:
+    """The element type called `dtype`; raises ValueError for one the portable graph is not made in."""
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise ValueError(f"precision is {dtype!r}, wanted {', '.join(DTYPES)}")
+        return DTYPES[dtype]
+    if dtype not in DTYPES.values():
+        raise ValueError(f"element type is {dtype.name}, wanted {', '.join(t.name for t in DTYPES.values())}")
+    return dtype
+
+
+def _drop_unused_weights(graph: ir.Graph) -> None:
+    for name in [name for name, value in graph.initializers.items() if not value.uses()]:
+        del graph.initializers[name]
+
+
+def _check_operators(graph: ir.Graph) -> None:
+    foreign = sorted(
+        {f"{node.domain}.{node.op_type}" for node in graph.all_nodes() if node.domain not in ("", "ai.onnx")}
+    )
+    if foreign:
+        raise UnsupportedModelError(
+            f"the graph uses {', '.join(foreign)}, which standard ONNX does not have; a quantised bundle is built from "
+            "its checkpoint (--reference), other operators mean that this model cannot be built for TensorRT"
+        )
+    branching = sorted({node.op_type for node in graph if node.op_type in ("If", "Loop", "Scan")})
+    if branching:
+        raise UnsupportedModelError(
+            f"the graph has {', '.join(branching)} nodes that are not a mask's segments; "
+            "a KV cache cannot be updated inside control flow"
+        )

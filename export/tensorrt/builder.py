@@ -1,0 +1,134 @@
+"""Build one plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from via_sd.export.errors import ExportError
+from via_sd.export.portable import CACHE_SLOTS, LOGIT_ROWS, POSITION_IDS
+from via_sd.export.tensorrt.library import Library
+from via_sd.export.tensorrt.log import BuildLog
+from via_sd.export.tensorrt.network import Network, parse_network
+from via_sd.export.tensorrt.profiles import Profile
+
+#: Called with the share of a build that is done, 0 to 1 or None.
+Share = Callable[[float | None], None]
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """How plans are built.
+
+    Attributes:
+        profiles: step sizes to build for.
+        batch: sequences per step.
+        capabilities: compute capabilities, as `Library.capabilities` gives them.
+        version_compatible: let later minor versions of the library run the plan.
+        timing_cache: file with kernel timings of earlier builds, read and extended; None for a library that times none.
+    """
+
+    profiles: Sequence[Profile]
+    batch: int = 1
+    capabilities: Sequence[str] = ()
+    version_compatible: bool = False
+    timing_cache: Path | None = None
+
+
+def build_plan(
+    library: Library, graph: bytes | str, options: BuildOptions, log: BuildLog, share: Share = lambda _: None
+) -> bytes:
+    """Build the plan of a portable graph.
+
+    Args:
+        graph: serialised graph, or path of a graph file whose weights lie beside it and become part of the plan.
+
+    Raises:
+        ExportError: the library cannot build it; the message has its reason.
+        UnsupportedModelError: it cannot read it (see `parse_network`).
+    """
+    network = parse_network(library, graph, log)
+    config = network.builder.create_builder_config()
+    for profile in options.profiles:
+        config.add_optimization_profile(_profile(network, profile, options.batch))
+    _set_capabilities(library, config, options.capabilities)
+    if options.version_compatible:
+        config.set_flag(library.module.BuilderFlag.VERSION_COMPATIBLE)
+        if library.is_rtx:  # the lean runtime it would put into the plan is not part of the package
+            config.set_flag(library.module.BuilderFlag.EXCLUDE_LEAN_RUNTIME)
+    cache = _use_timing_cache(config, options.timing_cache)
+    monitor = _monitor(library, share)
+    config.progress_monitor = monitor
+    plan = network.builder.build_serialized_network(network.definition, config)
+    if monitor.interrupted:
+        raise KeyboardInterrupt
+    if plan is None:
+        raise ExportError(f"{library.name} {library.version} cannot build this model: {log.last_error()}")
+    if cache is not None and options.timing_cache is not None:
+        options.timing_cache.write_bytes(bytes(cache.serialize()))
+    return bytes(plan)
+
+
+def _profile(network: Network, profile: Profile, batch: int) -> Any:
+    result = network.builder.create_optimization_profile()
+    for tensor in network.inputs:
+        if tensor.name in ("input_ids", POSITION_IDS):
+            result.set_shape(tensor.name, *((batch, tokens) for tokens in profile.tokens.corners))
+        elif tensor.name == CACHE_SLOTS:
+            result.set_shape(tensor.name, *((visible,) for visible in profile.visible.corners))
+        elif tensor.name == LOGIT_ROWS:
+            result.set_shape(tensor.name, *((rows,) for rows in profile.rows.corners))
+        elif -1 in tuple(tensor.shape):
+            shape = tuple(batch if size == -1 else size for size in tensor.shape)
+            result.set_shape(tensor.name, shape, shape, shape)
+    return result
+
+
+def _set_capabilities(library: Library, config: Any, capabilities: Sequence[str]) -> None:
+    if not capabilities:
+        return
+    config.num_compute_capabilities = len(capabilities)
+    for index, capability in enumerate(capabilities):
+        member = getattr(library.module.ComputeCapability, "SM" + capability.replace(".", ""))
+        if not config.set_compute_capability(member, index):
+            raise ExportError(f"{library.name} {library.version} does not build for compute capability {capability}")
+
+
+def _use_timing_cache(config: Any, file: Path | None) -> Any:
+    if file is None:
+        return None
+    cache = config.create_timing_cache(file.read_bytes() if file.exists() else b"")
+    # A cache of another version or GPU is ignored by the library, with a warning in the log.
+    config.set_timing_cache(cache, ignore_mismatch=False)
+    return cache
+
+
+def _monitor(library: Library, share: Share) -> Any:
+    """A progress monitor that reports the outermost phase and turns Ctrl-C into a clean end of the build."""
+    trt = library.module
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self.interrupted = False
+            self._steps: dict[str, int] = {}
+
+        def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+            if parent is None:
+                self._steps[name] = steps
+
+        def phase_finish(self, name: str) -> None:
+            self._steps.pop(name, None)
+
+        def step_complete(self, name: str, step: int) -> bool:
+            # An exception must not pass through the library, which is not Python.
+            try:
+                if name in self._steps:
+                    share((step + 1) / max(1, self._steps[name]))
+            except KeyboardInterrupt:
+                self.interrupted = True
+            return not self.interrupted
+
+    return Monitor()

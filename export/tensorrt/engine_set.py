@@ -1,0 +1,274 @@
+"""Build the engines of a bundle for one target: graphs, one weights file, plans, and the manifest that describes them.
+
+engines/<target>/
+  full.onnx, <mask>.onnx, drafter.onnx   portable graphs over weights.data; they run in ONNX Runtime as they are
+  weights.data                           every tensor of every model once, in the target's element type and layout
+  full.plan, …                           engines; the weights are inputs, unless they were embedded
+  engines.json, build.log
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import onnx_ir as ir
+
+from via_sd.export.bundle import hash_files
+from via_sd.export.errors import ExportError
+from via_sd.export.portable import portable_dtype, to_portable
+from via_sd.export.tensorrt.builder import BuildOptions, build_plan
+from via_sd.export.tensorrt.library import RTX, Library, host_platform, load_library
+from via_sd.export.tensorrt.log import BuildLog
+from via_sd.export.tensorrt.manifest import (
+    LOG,
+    TIMING_CACHE,
+    Request,
+    describe_io,
+    engines_manifest,
+    is_intact,
+    read_engines_manifest,
+    register,
+    unregister,
+    write_engines_manifest,
+)
+from via_sd.export.tensorrt.profiles import plan_profiles
+from via_sd.export.tensorrt.source import DRAFTER, VERIFIER, Decoder, Source, file_matches, open_decoder, read_source
+from via_sd.export.tensorrt.weights import (
+    Table,
+    refer_to_weights,
+    shared_weights,
+    weights_as_inputs,
+    write_shared_weights,
+)
+
+#: Called with (what is being done, how much of it is done, 0 to 1 or None when unknown).
+Progress = Callable[[str, float | None], None]
+References = dict[str, "str | Path | None"]
+
+
+@dataclass(frozen=True)
+class EngineSet:
+    """What a build left.
+
+    Attributes:
+        path: the folder of the engines.
+        manifest: contents of engines.json.
+        built: engine name -> seconds its build took, for those that were built.
+        kept: engines that had not changed.
+    """
+
+    path: Path
+    manifest: dict[str, Any]
+    built: dict[str, float] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
+
+
+def build_engines(
+    bundle: str | Path,
+    target: str = RTX,
+    *,
+    precision: str = "bf16",
+    tokens: Sequence[int] | None = None,
+    prefill: Sequence[int] | None = None,
+    separate_profiles: bool | None = None,
+    batch: int = 1,
+    compute_capabilities: Sequence[str] = (),
+    version_compatible: bool = False,
+    embed_weights: bool = False,
+    reference: str | Path | None = None,
+    drafter_reference: str | Path | None = None,
+    progress: Progress = lambda *_: None,
+) -> EngineSet:
+    """Build engines for full, every mask and a model drafter of `bundle`, under `engines/<target>`.
+
+    Args:
+        bundle: bundle directory; its manifest gets an entry for the engines.
+        target: `tensorrt-rtx` (needs no GPU to build) or `tensorrt`.
+        precision: of weights, activations and KV: `bf16`, `fp16` or `fp32`.
+        tokens: (min, opt, max) tokens of a verify step.
+        prefill: (min, opt, max) tokens of a prefill chunk.
+        separate_profiles: a profile each for single step, verify and prefill, or one for all; by default what the
+            target is best at (see `plan_profiles`).
+        batch: sequences per step.
+        compute_capabilities: for TensorRT for RTX, such as "8.9"; all it has kernels for by default.
+        version_compatible: let later versions of the library run the plans.
+        embed_weights: put the weights into every plan instead of sharing one copy between them.
+        reference: the verifier's checkpoint; needed when the bundle is quantised.
+        drafter_reference: likewise for a model drafter.
+
+    Returns:
+        The engines, and which of them had to be built.
+
+    Raises:
+        ExportError: bad arguments, a library that is missing, or a model it cannot build.
+    """
+    library = load_library(target)
+    source = read_source(Path(bundle))
+    if batch < 1:
+        raise ExportError(f"batch is {batch}, wanted 1 or more")
+    try:
+        portable_dtype(precision)
+    except ValueError as error:
+        raise ExportError(str(error)) from None
+    separate = not library.is_rtx if separate_profiles is None else separate_profiles
+    profiles = {d.name: plan_profiles(tokens, prefill, d.max_seq_len, separate=separate) for d in source.decoders}
+    capabilities = library.capabilities(compute_capabilities)
+    request = Request(
+        target=target,
+        library={"name": library.name, "version": library.version},
+        platform=host_platform(),
+        made_by=version("via-sd-export"),
+        source=source.files,
+        precision=precision,
+        batch=batch,
+        profiles={name: [profile.to_json() for profile in of_model] for name, of_model in profiles.items()},
+        compute_capabilities=list(capabilities),
+        version_compatible=version_compatible,
+        embed_weights=embed_weights,
+    )
+    folder = source.directory / "engines" / target
+    previous = read_engines_manifest(folder)
+    if previous is not None and previous["request"] == asdict(request) and is_intact(folder, previous):
+        register(source, target, folder)
+        return EngineSet(folder, previous, kept=tuple(previous["engines"]))
+    references: References = {VERIFIER: reference, DRAFTER: drafter_reference}
+    with _replacing(folder) as partial:
+        graphs = _write_graphs(source, partial, precision, references, progress)
+        log = BuildLog()
+        log.note(f"{library.name} {library.version}: {json.dumps(asdict(request), sort_keys=True)}")
+        if (folder / TIMING_CACHE).is_file():
+            shutil.copyfile(folder / TIMING_CACHE, partial / TIMING_CACHE)
+        timing = None if library.is_rtx else partial / TIMING_CACHE  # RTX chooses kernels where the engine runs
+        job = _Job(library, request, partial, folder, previous, log, progress)
+        engines, built = {}, {}
+        for decoder in source.decoders:
+            options = BuildOptions(profiles[decoder.name], batch, capabilities, version_compatible, timing)
+            for name in decoder.engines:
+                engines[name], seconds = job.engine(decoder, name, graphs, options)
+                if seconds is not None:
+                    built[name] = seconds
+        log.write(partial / LOG)
+        progress("hashing", None)
+        manifest = engines_manifest(source, request, graphs.table, engines, hash_files(partial))
+        write_engines_manifest(partial, manifest)
+        unregister(source, target)
+    register(source, target, folder)
+    return EngineSet(folder, manifest, built, tuple(name for name in engines if name not in built))
+
+
+@dataclass(frozen=True)
+class _Graphs:
+    """The portable graphs of a set, by engine name, and where their weights lie."""
+
+    models: dict[str, ir.Model]
+    table: Table
+
+
+def _write_graphs(source: Source, folder: Path, precision: str, references: References, progress: Progress) -> _Graphs:
+    models: dict[str, ir.Model] = {}
+    whole: dict[str, ir.Model] = {}
+    with ExitStack() as stack:  # the weights are read when they are written, at the end of the block
+        for decoder in source.decoders:
+            said = _said_of(decoder, progress)
+            model = stack.enter_context(open_decoder(source, decoder, references[decoder.name], said))
+            said("portable graphs")
+            for name, mask in decoder.engines.items():
+                models[name] = to_portable(model, max_seq_len=decoder.max_seq_len, dtype=precision, mask=mask)
+                if mask is None:
+                    whole[decoder.name] = models[name]
+        table = write_shared_weights(whole, folder, lambda share: progress("writing weights", share))
+    for decoder in source.decoders:
+        for name in decoder.engines:
+            refer_to_weights(models[name], table[decoder.name])
+            ir.save(models[name], folder / f"{name}.onnx")
+    return _Graphs(models, table)
+
+
+def _said_of(decoder: Decoder, progress: Progress) -> Callable[[str], None]:
+    return lambda text: progress(f"{decoder.name}: {text}", None)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One build of a set: what every plan in it shares."""
+
+    library: Library
+    request: Request
+    folder: Path
+    previous_folder: Path
+    previous: dict[str, Any] | None
+    log: BuildLog
+    progress: Progress
+
+    def engine(
+        self, decoder: Decoder, name: str, graphs: _Graphs, options: BuildOptions
+    ) -> tuple[dict[str, Any], float | None]:
+        """Build one plan, or keep the one that is there; its entry in the manifest, and the seconds it took now."""
+        model, embed = graphs.models[name], self.request.embed_weights
+        plan = f"{name}.plan"
+        serialised = weights_as_inputs(model)
+        embedded = [graphs.table[decoder.name][v.name or ""] for v in shared_weights(model)] if embed else []
+        key = self.request.key(decoder.name, serialised, embedded)
+        seconds, taken = self._kept(name, plan, key), None
+        if seconds is None:
+            self.log.note(f"engine {name}")
+            start = perf_counter()
+            content = build_plan(
+                self.library,
+                str(self.folder / f"{name}.onnx") if embed else serialised,
+                options,
+                self.log,
+                lambda share: self.progress(f"building {name}", share),
+            )
+            seconds = taken = perf_counter() - start
+            (self.folder / plan).write_bytes(content)
+        mask = decoder.engines[name]
+        entry = {
+            "model": decoder.name,
+            "graph": f"{name}.onnx",
+            "plan": plan,
+            "key": key,
+            "build_seconds": round(seconds, 2),
+            "inputs": describe_io(model.graph.inputs),
+            "outputs": describe_io(model.graph.outputs),
+            "weights": [] if embed else [value.name for value in shared_weights(model)],
+        }
+        return (entry if mask is None else {**entry, "mask": mask.to_json()}), taken
+
+    def _kept(self, name: str, plan: str, key: str) -> float | None:
+        """Take the plan of the previous build over if it is the one wanted; the seconds it took then."""
+        entry = None if self.previous is None else self.previous["engines"].get(name)
+        if self.previous is None or entry is None or entry["key"] != key:
+            return None
+        if not file_matches(self.previous_folder / plan, self.previous["files"][plan]):
+            return None
+        shutil.copyfile(self.previous_folder / plan, self.folder / plan)
+        self.log.note(f"engine {name}: unchanged, kept")
+        return float(entry["build_seconds"])
+
+
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """A temporary sibling of `folder` that takes its place when the block ends well and vanishes when it does not."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    replaced = folder.with_name(f".{folder.name}.replaced-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        if folder.exists():
+            folder.rename(replaced)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)

@@ -1,0 +1,142 @@
+"""What engines are made from: the decoders of a bundle, or of the checkpoints it was made from."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import xxhash
+
+from via_sd.export.bundle import FORMAT, MANIFEST, lower
+from via_sd.export.bundle import VERSION as BUNDLE_VERSION
+from via_sd.export.errors import ExportError
+from via_sd.export.frontend import open_checkpoint
+from via_sd.masks import Mask, ModelIdentity, parse_mask
+
+VERIFIER, DRAFTER = "verifier", "drafter"
+FULL = "full"
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """One model of a bundle and the engines it gives.
+
+    Attributes:
+        name: `verifier` or `drafter`.
+        engines: engine name -> the mask it prunes by, None for the model as it is.
+        entry: its entry in the manifest (`graph`, `weights`, `kv`, `vocab_size`).
+    """
+
+    name: str
+    engines: dict[str, Mask | None]
+    entry: dict[str, Any]
+    identity: ModelIdentity
+    max_seq_len: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """A bundle as `build` sees it."""
+
+    directory: Path
+    manifest: dict[str, Any]
+    decoders: tuple[Decoder, ...]
+
+    @property
+    def quantised(self) -> bool:
+        return bool(self.manifest["precision"] != "fp32")
+
+    @property
+    def files(self) -> dict[str, str]:
+        """sha256 of the graphs and weights the engines stand for, by path in the bundle."""
+        names = [decoder.entry[key] for decoder in self.decoders for key in ("graph", "weights")]
+        return {name: str(self.manifest["files"][name]["sha256"]) for name in names}
+
+
+def read_source(directory: Path) -> Source:
+    """Read the manifest of the bundle in `directory`.
+
+    Raises:
+        ExportError: no bundle there, or one of another version.
+    """
+    file = directory / MANIFEST
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except OSError:
+        raise ExportError(
+            f"{directory} is no bundle: it has no {MANIFEST}; make one with via-sd-export export"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ExportError(f"{file} is corrupt ({error}); export the bundle again") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("version") != BUNDLE_VERSION:
+        raise ExportError(f"{file} is not a manifest of {FORMAT} version {BUNDLE_VERSION}; export the bundle again")
+    tiers = {
+        name: parse_mask(tier["mask"]) if "mask" in tier else None
+        for name, tier in manifest["verifier"]["tiers"].items()
+    }
+    identity = ModelIdentity.from_json(manifest["model"])
+    decoders = [Decoder(VERIFIER, tiers, manifest["verifier"], identity, int(manifest["max_seq_len"]))]
+    drafter = manifest["drafter"]
+    if drafter["kind"] == "model":
+        if DRAFTER in tiers:
+            raise ExportError(
+                f"a mask of this bundle is called '{DRAFTER}', as the model drafter's engine is; rename it"
+            )
+        identity = ModelIdentity.from_json(drafter["model"])
+        decoders.append(Decoder(DRAFTER, {DRAFTER: None}, drafter, identity, int(drafter["max_seq_len"])))
+    return Source(directory, manifest, tuple(decoders))
+
+
+@contextlib.contextmanager
+def open_decoder(
+    source: Source, decoder: Decoder, reference: str | Path | None, progress: Callable[[str], None]
+) -> Iterator[ir.Model]:
+    """The lowered float32 graph of `decoder`: the bundle's own, or that of the checkpoint `reference`.
+
+    Raises:
+        ExportError: a quantised bundle without its checkpoint, another checkpoint, or a damaged bundle.
+    """
+    option = "--reference" if decoder.name == VERIFIER else "--drafter-reference"
+    if reference is None:
+        if source.quantised:
+            raise ExportError(
+                f"the {decoder.name}'s weights in {source.directory} are {source.manifest['precision']}, and engines "
+                f"are built from unquantised ones; give the checkpoint they were made from with {option}"
+            )
+        for key in ("graph", "weights"):
+            _check_file(source, decoder.entry[key])
+        yield ir.load(source.directory / decoder.entry["graph"])
+        return
+    with open_checkpoint(reference, progress) as checkpoint:
+        if checkpoint.identity != decoder.identity:
+            found, wanted = checkpoint.identity.to_json(), decoder.identity.to_json()
+            differing = [key for key in wanted if found[key] != wanted[key]]
+            raise ExportError(
+                f"{option} {reference} is another model than the bundle's {decoder.name}: "
+                + ", ".join(f"{key} is {found[key]!r}, wanted {wanted[key]!r}" for key in differing)
+            )
+        lower(checkpoint.model, checkpoint.config, decoder.max_seq_len)
+        yield checkpoint.model
+
+
+def _check_file(source: Source, name: str) -> None:
+    path, wanted = source.directory / name, source.manifest["files"][name]
+    if file_matches(path, wanted):
+        return
+    raise ExportError(f"{path} is missing or damaged; copy the bundle again, or export it again")
+
+
+def file_matches(path: Path, wanted: dict[str, Any]) -> bool:
+    """Whether `path` has the size and XXH3 of its entry in a manifest."""
+    if not path.is_file() or path.stat().st_size != wanted["size"]:
+        return False
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 22):
+            digest.update(chunk)
+    return bool(digest.hexdigest() == wanted["xxh3"])

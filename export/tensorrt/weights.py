@@ -1,0 +1,93 @@
+"""One weights file per target, in the target's element type and layout: what is on disk is what is on the device.
+
+Every tensor lies at a multiple of 256 bytes, which is what TensorRT asks of the address of an input, so that a runtime
+maps the file once, copies it to the device once, and binds each tensor where it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+from onnx_ir.external_data import CallbackInfo, convert_tensors_to_external
+
+WEIGHTS_FILE = "weights.data"
+ALIGNMENT = 256
+#: Initializers up to this many bytes are constants of the graph and of the plan.
+INLINE_BYTES = 1024
+#: Model -> initializer -> where it lies in the file.
+Table = dict[str, dict[str, ir.ExternalTensor]]
+
+
+def shared_weights(model: ir.Model) -> list[ir.Value]:
+    """The initializers that live in the weights file: floating-point tensors beyond `INLINE_BYTES`."""
+    return [
+        value
+        for value in model.graph.initializers.values()
+        if value.const_value is not None
+        and value.const_value.nbytes > INLINE_BYTES
+        and value.const_value.dtype.is_floating_point()
+    ]
+
+
+def write_shared_weights(
+    models: Mapping[str, ir.Model], directory: Path, progress: Callable[[float], None] = lambda _: None
+) -> Table:
+    """Write the shared weights of `models` (name -> portable graph) to `directory`/weights.data, model by model."""
+    owners = [(name, value) for name, model in models.items() for value in shared_weights(model)]
+    tensors = []
+    for _, value in owners:
+        tensor = value.const_value
+        assert tensor is not None
+        tensor.name = value.name
+        tensors.append(tensor)
+
+    def callback(_: ir.TensorProtocol, info: CallbackInfo) -> None:
+        progress((info.index + 1) / info.total)
+
+    written = convert_tensors_to_external(
+        tensors, directory, WEIGHTS_FILE, callback=callback, alignment=ALIGNMENT, align_threshold=0
+    )
+    table: Table = {name: {} for name in models}
+    for (name, value), tensor in zip(owners, written, strict=True):
+        table[name][value.name or ""] = tensor
+    return table
+
+
+def refer_to_weights(model: ir.Model, table: Mapping[str, ir.ExternalTensor]) -> None:
+    """Make the shared weights of `model` refer to the file; each must be in `table`."""
+    for value in shared_weights(model):
+        value.const_value = table[value.name or ""]
+
+
+def weights_as_inputs(model: ir.Model) -> bytes:
+    """`model`, serialised with its shared weights as inputs instead of initializers."""
+    copy = model.clone()
+    graph = copy.graph
+    for value in shared_weights(copy):
+        assert value.const_value is not None
+        value.type = ir.TensorType(value.const_value.dtype)
+        value.shape = ir.Shape(value.const_value.shape.numpy())
+        del graph.initializers[value.name or ""]
+        value.const_value = None
+        graph.inputs.append(value)
+    return bytes(ir.to_proto(copy).SerializeToString(deterministic=True))
+
+
+def table_to_json(table: Table) -> dict[str, list[dict[str, Any]]]:
+    """The manifest's list of tensors of each model, in the order of the file."""
+    return {
+        name: [
+            {
+                "name": tensor.name,
+                "offset": tensor.offset or 0,
+                "size": tensor.length,
+                "dtype": tensor.dtype.name.lower(),
+                "shape": list(tensor.shape.numpy()),
+            }
+            for tensor in tensors.values()
+        ]
+        for name, tensors in table.items()
+    }

@@ -1,0 +1,138 @@
+"""`config.pbtxt` of the served model: tensors from the contract, placement and parameters from the options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from via_sd.export.triton.errors import RepositoryError
+from via_sd.export.triton.pbtxt import Message, Word, string_map, to_pbtxt
+from via_sd.export.triton.serving.contract import INPUTS, OUTPUTS, TensorSpec
+
+WARMUP_FOLDER = "warmup"
+WARMUP_PROMPT = "Hello"
+WARMUP_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class ServingOptions:
+    """How the model is served; everything but placement ends up in `parameters`, where an operator can change it.
+
+    Attributes:
+        mode: decoding mode of requests that name none; the runtime's `auto` if None.
+        slots: sequences that run at once in one instance, each with KV buffers of its own.
+        workers: engine steps that run at once in one instance. One is right where a step keeps the device busy.
+        threads: threads of one engine step; the engine's choice if None.
+        queue: requests that may wait for a slot; more are turned away.
+        queue_timeout: seconds a request may wait for a slot; None: no limit.
+        request_timeout: seconds from arrival to the last token for requests that bring no time-out; None: no limit.
+        apply_chat_template: whether requests that do not say get the chat template.
+        instances: processes that each load the bundle, per GPU if there are any.
+        gpus: devices to place instances on; none: CPU.
+        environment: a Python environment for the Python backend, `EXECUTION_ENV_PATH`; None: the server's own.
+
+    Raises:
+        RepositoryError: a number outside its range.
+    """
+
+    mode: str | None = None
+    slots: int = 4
+    workers: int = 1
+    threads: int | None = None
+    queue: int = 128
+    queue_timeout: float | None = None
+    request_timeout: float | None = None
+    apply_chat_template: bool = False
+    instances: int = 1
+    gpus: tuple[int, ...] = ()
+    environment: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("slots", 1), ("workers", 1), ("threads", 1), ("queue", 0), ("instances", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise RepositoryError(f"{name} is {value}, wanted {least} or more")
+        for name in ("queue_timeout", "request_timeout"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise RepositoryError(f"{name} is {value:g} s, wanted more than 0")
+
+    def parameters(self) -> dict[str, str]:
+        """The `parameters` that the model reads; what is None is left out."""
+        placement = ("instances", "gpus", "environment")
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in placement}
+        text = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in values.items()}
+        return {name: text[name] for name, value in values.items() if value is not None}
+
+    def instance_group(self) -> list[Message]:
+        """Where instances run and how many."""
+        if self.gpus:
+            return [{"count": self.instances, "kind": Word("KIND_GPU"), "gpus": self.gpus}]
+        return [{"count": self.instances, "kind": Word("KIND_CPU")}]
+
+
+def model_config(
+    name: str,
+    bundle: str,
+    options: ServingOptions,
+    *,
+    warm_up: bool = True,
+    extra: Mapping[str, str] | None = None,
+) -> str:
+    """`config.pbtxt` of the model `name`.
+
+    Args:
+        bundle: path of the bundle, absolute or relative to the version's folder.
+        warm_up: whether every instance answers a short request before the model is ready.
+        extra: further parameters.
+    """
+    parameters = {"bundle": bundle, **options.parameters(), **(extra or {})}
+    if options.environment:
+        parameters["EXECUTION_ENV_PATH"] = options.environment
+    config: dict[str, Message | list[Message] | str | int] = {
+        "name": name,
+        "backend": "python",
+        # Inputs are [1, n]: clients of TensorRT-LLM's models send a batch dimension, and so does the OpenAI front end.
+        # Requests are batched over time by the model's own scheduler, not by Triton.
+        "max_batch_size": 1,
+        "model_transaction_policy": {"decoupled": True},
+        "input": [_tensor(spec, is_input=True) for spec in INPUTS],
+        "output": [_tensor(spec, is_input=False) for spec in OUTPUTS],
+        "instance_group": options.instance_group(),
+        "parameters": string_map(parameters),
+    }
+    if warm_up:
+        config["model_warmup"] = [_warm_up()]
+    return to_pbtxt(config)
+
+
+def _tensor(spec: TensorSpec, *, is_input: bool) -> Message:
+    message: dict[str, str | bool | list[int]] = {
+        "name": spec.name,
+        "data_type": Word(f"TYPE_{spec.data_type}"),
+        "dims": list(spec.dims),
+    }
+    if is_input and spec.optional:
+        message["optional"] = True
+    return message
+
+
+def _warm_up() -> Message:
+    files = {"text_input": "TYPE_STRING", "max_tokens": "TYPE_INT32"}
+    return {
+        "name": "a_few_tokens",
+        "batch_size": 1,
+        "inputs": [
+            {"key": name, "value": {"data_type": Word(kind), "dims": [1], "input_data_file": name}}
+            for name, kind in files.items()
+        ],
+    }
+
+
+def warm_up_files() -> dict[str, bytes]:
+    """Content of the files that the warm-up request reads, by name: a string is its length in 4 bytes and its bytes."""
+    prompt = WARMUP_PROMPT.encode("utf-8")
+    return {
+        "text_input": len(prompt).to_bytes(4, "little") + prompt,
+        "max_tokens": WARMUP_TOKENS.to_bytes(4, "little"),
+    }

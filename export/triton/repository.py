@@ -1,0 +1,112 @@
+"""Write a model repository: the model's folder with its configuration, its source, and the bundle."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from via_sd.export.triton.config import WARMUP_FOLDER, ServingOptions, model_config, warm_up_files
+from via_sd.export.triton.errors import RepositoryError
+
+MANIFEST = "bundle.json"
+SERVING_PACKAGE = "via_sd_serving"
+_MODEL = f'''"""What Triton's Python backend loads; the source is in `{SERVING_PACKAGE}` beside this file."""
+
+from {SERVING_PACKAGE}.backend import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]
+'''
+
+
+def write_repository(
+    bundle: str | Path,
+    repository: str | Path,
+    *,
+    name: str = "via_sd",
+    options: ServingOptions | None = None,
+    copy: bool = True,
+    warm_up: bool = True,
+) -> Path:
+    """Adds the model `name`, which serves `bundle`, to the model repository `repository`.
+
+    Args:
+        bundle: bundle directory.
+        repository: model repository, made if it is not there; other models in it are left alone.
+        name: what clients call the model.
+        options: how it is served.
+        copy: put a copy of the bundle into the repository, which can then be moved; otherwise it is named by its path.
+        warm_up: let every instance answer a short request before the model is ready.
+
+    Returns:
+        The model's folder; it appears when everything in it is complete.
+
+    Raises:
+        RepositoryError: no bundle there, a name that cannot be one, or a model of that name that is there already.
+    """
+    source = Path(bundle).resolve()
+    read_manifest(source)
+    with new_model(repository, name) as folder:
+        if copy:
+            # Plain files: ONNX Runtime reads no weights through a link.
+            shutil.copytree(source, folder / "1" / "bundle")
+        named = "bundle" if copy else str(source)
+        config = model_config(name, named, options or ServingOptions(), warm_up=warm_up)
+        write_model(folder, config, warm_up=warm_up)
+    return Path(repository) / name
+
+
+def write_model(folder: Path, config: str, *, warm_up: bool) -> None:
+    """Writes into a model's folder everything but the bundle: configuration, source, files of the warm-up request."""
+    (folder / "config.pbtxt").write_text(config, encoding="utf-8")
+    version = folder / "1"
+    serving = Path(str(resources.files("via_sd.export.triton") / "serving"))
+    shutil.copytree(serving, version / SERVING_PACKAGE, ignore=shutil.ignore_patterns("__pycache__", "py.typed"))
+    (version / "model.py").write_text(_MODEL, encoding="utf-8")
+    if warm_up:
+        (folder / WARMUP_FOLDER).mkdir()
+        for file, content in warm_up_files().items():
+            (folder / WARMUP_FOLDER / file).write_bytes(content)
+
+
+def read_manifest(bundle: Path) -> dict[str, Any]:
+    """The manifest of the bundle at `bundle`.
+
+    Raises:
+        RepositoryError: there is none.
+    """
+    try:
+        manifest: dict[str, Any] = json.loads((bundle / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RepositoryError(f"{bundle} is no bundle ({error}); make one with via-sd-export export") from None
+    return manifest
+
+
+@contextmanager
+def new_model(repository: str | Path, name: str) -> Iterator[Path]:
+    """A folder to fill that becomes the model `name` of `repository` when the block ends well, and else is removed."""
+    if not name or name != Path(name).name or name.startswith("."):
+        raise RepositoryError(
+            f"{name!r} cannot be a model's name: it becomes a folder's name, so it has no / and no dot first"
+        )
+    root = Path(repository)
+    target = root / name
+    if target.exists():
+        raise RepositoryError(f"{target} is there already; remove it, or choose another --name")
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise RepositoryError(f"{root} is a file; --repository wants a folder") from None
+    partial = root / f".{name}.partial-{os.getpid()}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,68 @@
+"""A real tritonserver with real models, started once for all tests of this package that need no other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.triton import parrot
+from tests.triton.client import MODEL, GrpcClient
+from via_sd.export.triton import ServingOptions, write_repository
+from via_sd.runtime import Pipeline
+from via_sd.tools.tritonserver import TritonServer
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests here fetch and start a server: they belong to `make test-long` until their time in CI is known."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.long)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Hugging Face directory of the model that knows one passage."""
+    for module in ("torch", "transformers", "mobius"):
+        pytest.importorskip(module, reason="needs the export extra")
+    pytest.importorskip("tritonclient.grpc", reason="needs the triton extra")
+    return parrot.write_checkpoint(tmp_path_factory.mktemp("parrot") / "checkpoint")
+
+
+@pytest.fixture(scope="session")
+def bundle(checkpoint: Path) -> Path:
+    """Its bundle."""
+    return parrot.write_bundle(checkpoint, checkpoint.parent / "bundle")
+
+
+@pytest.fixture(scope="session")
+def pipeline(bundle: Path) -> Pipeline:
+    """The same bundle in the library: what the server says has to be what this says."""
+    return Pipeline.load(bundle, threads=1)
+
+
+@pytest.fixture(scope="session")
+def repository(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository with the model as it is by default, and `narrow`, which takes one request and lets one wait."""
+    root = tmp_path_factory.mktemp("repository")
+    write_repository(bundle, root, options=ServingOptions(threads=1))
+    narrow = ServingOptions(threads=1, slots=1, queue=1, mode="plain", apply_chat_template=True)
+    write_repository(bundle, root, name="narrow", options=narrow, copy=False, warm_up=False)
+    hasty = ServingOptions(threads=1, slots=1, queue=8, queue_timeout=0.2, request_timeout=0.6, mode="plain")
+    write_repository(bundle, root, name="hasty", options=hasty, copy=False, warm_up=False)
+    return root
+
+
+@pytest.fixture(scope="session")
+def server(repository: Path) -> Iterator[TritonServer]:
+    """The running server, every model loaded."""
+    with TritonServer(repository, explicit=True, load=(MODEL, "narrow", "hasty")) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: TritonServer) -> Iterator[GrpcClient]:
+    """A gRPC stream to the default model."""
+    with GrpcClient(server.grpc_url) as opened:
+        yield opened
