@@ -7,20 +7,23 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any, Literal
 
+import numpy as np
 import onnx_ir as ir
 import xxhash
 
 from via_sd.export.check import CheckResult, Reference, check_logits, reference_logits
 from via_sd.export.errors import ExportError, UnsupportedModelError
 from via_sd.export.frontend import Checkpoint, open_checkpoint
+from via_sd.export.input_energy import add_energy_outputs, input_energy
 from via_sd.export.passes import (
     AttentionSemanticsPass,
     FuseGateUpPass,
@@ -30,6 +33,7 @@ from via_sd.export.passes import (
     QuantizePass,
     RoutePass,
     StepInputsPass,
+    constant_products,
     keep_vector,
     plan_segments,
 )
@@ -168,10 +172,10 @@ def _export_decoder(
         progress("running the checkpoint in transformers", None)
         reference = reference_logits(source.directory, max_seq_len, source.config)
     if precision != "fp32":
-        if reference:
-            progress("checking the graph before it is quantised", None)
-            _check_unquantised(model, directory, reference)
-        quantise(model, precision, progress)
+        FuseGateUpPass()(model)
+        progress("checking the graph before it is quantised" if check else "measuring the graph's activations", None)
+        energy = _before_quantisation(model, directory, reference, int(source.config["vocab_size"]), max_seq_len)
+        quantise(model, precision, progress, energy)
     segments = plan_segments(masks, 2 * source.identity.num_layers)
     slims = {mask.name: PrunePass(mask)(model.clone()).model for mask in masks}
     routed = RoutePass(segments)(model.clone()).model
@@ -212,21 +216,32 @@ def lower(model: ir.Model, config: dict[str, Any], max_seq_len: int) -> None:
     LastLogitsPass()(model)
 
 
-def quantise(model: ir.Model, precision: str, progress: Progress) -> None:
-    """Make the weights of a lowered graph `int4` or `int8`, in place."""
-    FuseGateUpPass()(model)
-    count = sum(node.op_type in ("MatMul", "FusedMatMul") for node in model.graph)
+def quantise(
+    model: ir.Model,
+    precision: str,
+    progress: Progress,
+    energy: Mapping[str, np.ndarray] = MappingProxyType({}),
+) -> None:
+    """Make the weights of a lowered graph `int4` or `int8`, in place; for `energy` see `QuantizePass`."""
+    count = len(list(constant_products(model.graph)))
     done = itertools.count(1)
     bits = int(precision.removeprefix("int"))
-    QuantizePass(bits, progress=lambda _: progress("quantising", min(1.0, next(done) / count)))(model)
+    QuantizePass(bits, energy=energy, progress=lambda _: progress("quantising", min(1.0, next(done) / max(count, 1))))(
+        model
+    )
 
 
-def _check_unquantised(model: ir.Model, directory: Path, reference: Reference) -> None:
-    """Hold the float32 graph to float32 limits; afterwards quantisation is all that can differ."""
+def _before_quantisation(
+    model: ir.Model, directory: Path, reference: Reference | None, vocab_size: int, max_seq_len: int
+) -> dict[str, np.ndarray]:
+    """Hold the float32 graph to float32 limits (afterwards quantisation is all that can differ); its input energies."""
     with TemporaryDirectory(prefix=".check-", dir=directory) as scratch:
-        plain = model.clone()
-        save_graph(plain, Path(scratch) / "model.onnx", write_weights(plain, Path(scratch)))
-        check_logits(Path(scratch) / "model.onnx", reference, quantised=False)
+        plain, path = model.clone(), Path(scratch) / "model.onnx"
+        add_energy_outputs(plain)
+        save_graph(plain, path, write_weights(plain, Path(scratch)))
+        if reference:
+            check_logits(path, reference, quantised=False)
+        return input_energy(path, vocab_size, max_seq_len)
 
 
 def _export_drafter(

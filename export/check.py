@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -111,15 +112,23 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return result
 
 
-def run_graph(graph: Path, tokens: np.ndarray, chunks: list[int], max_seq_len: int) -> np.ndarray:
+def run_graph(graph: Path, tokens: np.ndarray, chunks: Sequence[int], max_seq_len: int) -> np.ndarray:
     """Feed `tokens` to the full tier in steps of `chunks` tokens; logits [tokens, vocab] of every position."""
+    return np.concatenate([outputs["logits"][0] for outputs in run_steps(graph, tokens, chunks, max_seq_len)])
+
+
+def run_steps(
+    graph: Path, tokens: np.ndarray, chunks: Sequence[int], max_seq_len: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Feed `tokens` to the full tier in steps of `chunks` tokens; every output but the KV, by name, after each step."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
     options.log_severity_level = 3
     session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
     kv: dict[str, ort.OrtValue] = {}
-    logits, past = [], 0
+    wanted = [value.name for value in session.get_outputs() if not value.name.startswith("present.")]
+    past = 0
     for size in chunks:
         feeds = {
             "input_ids": tokens[None, past : past + size].astype(np.int64),
@@ -139,8 +148,9 @@ def run_graph(graph: Path, tokens: np.ndarray, chunks: list[int], max_seq_len: i
                 binding.bind_ortvalue_output(value.name.replace("past_key_values", "present"), kv[value.name])
         for name, array in feeds.items():
             binding.bind_cpu_input(name, array)
-        binding.bind_output("logits", "cpu")
+        for name in wanted:
+            binding.bind_output(name, "cpu")
         session.run_with_iobinding(binding)
-        logits.append(binding.get_outputs()[-1].numpy()[0].copy())
+        found = binding.get_outputs()[-len(wanted) :]
+        yield {name: value.numpy().copy() for name, value in zip(wanted, found, strict=True)}
         past += size
-    return np.concatenate(logits)

@@ -102,7 +102,7 @@ def routed(run: Run) -> Generator[None, None, None]:
     """
     run.start()
     yield
-    audit, choice = _Audit(run), SlimOrFull()
+    audit, choice = _Audit(run), SlimOrFull(run.slim_cost)
     while not run.done:
         before, full_before = len(run.tokens), run.tape.usage[FULL].tokens
         draft, situation = run.propose()

@@ -3,7 +3,7 @@
 from via_sd.export.passes.attention_semantics import AttentionSemanticsPass, LimitPositionsPass
 from via_sd.export.passes.fuse_mlp import FuseGateUpPass
 from via_sd.export.passes.prune import PrunePass
-from via_sd.export.passes.quantize import QuantizePass
+from via_sd.export.passes.quantize import QuantizePass, constant_products
 from via_sd.export.passes.residual import State, Sublayer, find_sublayers
 from via_sd.export.passes.route import RoutePass, Segment, keep_vector, plan_segments
 from via_sd.export.passes.step_inputs import LastLogitsPass, StepInputsPass
@@ -20,6 +20,7 @@ __all__ = [
     "State",
     "StepInputsPass",
     "Sublayer",
+    "constant_products",
     "find_sublayers",
     "keep_vector",
     "plan_segments",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from via_sd.export.errors import UnsupportedModelError
+from via_sd.export.passes.block_scales import refine_int4
 
 #: Entry of a value's metadata: the name of the initializer whose bytes it shares (same bytes, another shape).
 SHARES_BYTES_OF = "via_sd.shares_bytes_of"
@@ -22,24 +24,36 @@ class QuantizePass(ir.passes.InPlacePass):
     A tied embedding is read from the head's own quantised table (`GatherBlockQuantized`), so that the vocabulary is
     stored once.
 
+    Args:
+        energy: mean square of each input channel, float32 [K], by weight name; with it the scales of 4-bit blocks are
+            fitted to what the products compute (`refine_int4`).
+        progress: called with the name of each weight.
+
     Requires: weights of `MatMul` and `FusedMatMul(transB)` are initializers of rank 2.
     Ensures: no floating-point matrix product with a constant is left; no weight is stored twice.
     """
 
-    def __init__(self, bits: int, block_size: int = 32, progress: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        bits: int,
+        block_size: int = 32,
+        *,
+        energy: Mapping[str, np.ndarray] = MappingProxyType({}),
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
         super().__init__()
         if bits not in (4, 8):
             raise ValueError(f"bits is {bits}, wanted 4 or 8")
         self.bits = bits
         self.block_size = block_size
+        self.energy = energy
         self.progress = progress
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
         graph.opset_imports.setdefault("com.microsoft", 1)
-        for node in list(graph):
-            if node.op_type in ("MatMul", "FusedMatMul") and _is_constant(node.inputs[1]):
-                self._quantize(graph, node)
+        for node in list(constant_products(graph)):
+            self._quantize(graph, node)
         RemoveUnusedNodesPass()(model)
         unused = [name for name, value in graph.initializers.items() if not value.uses()]
         for name in unused:
@@ -47,7 +61,7 @@ class QuantizePass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, modified=True)
 
     def ensures(self, model: ir.Model) -> None:
-        left = [n.name for n in model.graph if n.op_type in ("MatMul", "FusedMatMul") and _is_constant(n.inputs[1])]
+        left = [node.name for node in constant_products(model.graph)]
         if left:
             raise ir.passes.PostconditionError(f"not quantised: {left}")
 
@@ -62,6 +76,8 @@ class QuantizePass(ir.passes.InPlacePass):
             matrix = matrix.T  # the embedding's layout, [vocab, hidden]
         inner, outer = matrix.shape
         packed, scales = quantize_blocks(np.ascontiguousarray(matrix), self.bits, self.block_size)
+        if self.bits == 4 and weight.name in self.energy:
+            packed, scales = refine_int4(matrix, packed, scales, self.energy[weight.name])
         table = _initializer(graph, f"{weight.name}.q{self.bits}", packed)
         scale = _initializer(graph, f"{weight.name}.scales", scales)
         product = ir.node(
@@ -119,8 +135,13 @@ def quantize_blocks(matrix: np.ndarray, bits: int, block_size: int) -> tuple[np.
     return packed, scales.reshape(packed.shape[0], -1)
 
 
-def _is_constant(value: ir.Value | None) -> bool:
-    return value is not None and value.const_value is not None and len(value.const_value.shape) == 2
+def constant_products(graph: ir.Graph) -> Iterator[ir.Node]:
+    """The matrix products of `graph` whose weights are constants of rank 2."""
+    for node in graph:
+        if node.op_type in ("MatMul", "FusedMatMul"):
+            weight = node.inputs[1]
+            if weight is not None and weight.const_value is not None and len(weight.const_value.shape) == 2:
+                yield node
 
 
 def _initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:

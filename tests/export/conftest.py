@@ -17,6 +17,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from via_sd.export import check
 from via_sd.export.bundle import lower
 from via_sd.export.frontend import Checkpoint, open_checkpoint
 from via_sd.export.weights import save_graph, write_weights
@@ -237,6 +238,12 @@ def lowered(checkpoint_of: Callable[[str], Path]) -> Callable[[str], Checkpoint]
         return made[family]
 
     return build
+
+
+@pytest.fixture(scope="session")
+def llama_reference(checkpoint_of: Callable[[str], Path], lowered: Callable[[str], Checkpoint]) -> check.Reference:
+    """What transformers computes for a text of random tokens."""
+    return check.reference_logits(checkpoint_of("llama"), CAPACITY, lowered("llama").config)
 
 
 @pytest.fixture(scope="session")

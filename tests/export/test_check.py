@@ -12,11 +12,6 @@ from via_sd.export.check import check_logits, compare_logits, log_softmax, refer
 from via_sd.export.passes import AttentionSemanticsPass
 
 
-@pytest.fixture(scope="module")
-def llama_reference(checkpoint_of, lowered):
-    return reference_logits(checkpoint_of("llama"), 128, lowered("llama").config)
-
-
 def scaled(model: ir.Model, name: str, factor: float) -> ir.Model:
     """A copy with one weight matrix scaled."""
     copy = model.clone()

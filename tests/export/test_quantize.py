@@ -7,9 +7,20 @@ import onnx_ir as ir
 import pytest
 
 from via_sd.export.bundle import lower, quantise
+from via_sd.export.check import compare_logits, run_graph
 from via_sd.export.errors import UnsupportedModelError
 from via_sd.export.frontend import open_checkpoint
-from via_sd.export.passes import FuseGateUpPass, PrunePass, QuantizePass, RoutePass, keep_vector, plan_segments
+from via_sd.export.input_energy import add_energy_outputs, input_energy
+from via_sd.export.passes import (
+    FuseGateUpPass,
+    PrunePass,
+    QuantizePass,
+    RoutePass,
+    constant_products,
+    keep_vector,
+    plan_segments,
+)
+from via_sd.export.passes.block_scales import refine_int4
 from via_sd.export.passes.quantize import SHARES_BYTES_OF, quantize_blocks
 from via_sd.masks import Mask
 
@@ -86,6 +97,76 @@ def test_blocks_hold_the_matrix_to_half_a_step(bits):
     # The symmetric range has one step less on one side; only the value that fills it may be a whole step off.
     assert (error <= 1.01 * step).all()
     assert np.quantile(error / step, 0.95) <= 0.51
+
+
+@pytest.fixture
+def outlier_channels():
+    """A matrix [64, 24] and the energies of its inputs: the few large ones meet weights of ordinary size."""
+    rng = np.random.default_rng(0)
+    matrix = rng.standard_normal((64, 24)).astype(np.float32)
+    energy = np.where(rng.random(64) < 0.1, 100.0, 0.1).astype(np.float32)
+    return matrix, energy
+
+
+def test_scales_are_fitted_to_the_inputs_that_matter(outlier_channels):
+    matrix, energy = outlier_channels
+
+    def block_errors(packed, scales):
+        square = np.square(dequantise(packed, scales, 4, 64) - matrix) * energy[:, None]
+        return square.reshape(2, BLOCK, 24).sum(1)
+
+    plain = quantize_blocks(matrix, 4, BLOCK)
+    before, after = block_errors(*plain), block_errors(*refine_int4(matrix, *plain, energy))
+    assert (after <= before * (1 + 1e-5)).all()
+    assert after.sum() < 0.5 * before.sum()
+
+
+def test_blocks_of_zeros_and_silent_inputs_stay_what_they_are():
+    matrix = np.zeros((64, 3), np.float32)
+    matrix[:, 1] = np.linspace(-1, 1, 64)
+    plain = quantize_blocks(matrix, 4, BLOCK)
+    found = dequantise(*refine_int4(matrix, *plain, np.zeros(64, np.float32)), 4, 64)
+    assert (found[:, [0, 2]] == 0).all()
+    assert np.abs(found - matrix).max() < 0.1
+
+
+def test_input_energies_are_those_of_the_graph_and_change_nothing_in_it(lowered, random_tokens, workshop):
+    model = lowered("llama").model
+    probed = model.clone()
+    add_energy_outputs(probed)
+    tokens = random_tokens(sum(STEPS))
+    wanted = workshop.open(model, "model").feed_in(STEPS, tokens)
+    graph = workshop.save(probed, "probed")
+    assert np.array_equal(workshop.reopen("probed").feed_in(STEPS, tokens), wanted)
+
+    energy = input_energy(graph, 320, 128)
+    products = list(constant_products(model.graph))
+    assert set(energy) == {node.inputs[1].name for node in products}
+    # The input of the first product is the first norm's output: a row of mean square one, times the norm's weight.
+    first = products[0].inputs[0].producer()
+    gain = next(v.const_value.numpy() for v in first.inputs if v.const_value is not None and len(v.shape) == 1)
+    assert np.mean(energy[products[0].inputs[1].name] / gain**2) == pytest.approx(1, rel=0.01)
+
+
+def test_energies_bring_the_quantised_model_nearer(lowered, llama_reference, workshop):
+    model = lowered("llama").model
+    louder = model.clone()
+    norm = next(v for name, v in louder.graph.initializers.items() if "input_layernorm" in name)
+    gain = norm.const_value.numpy().copy()
+    gain[::13] *= 12
+    norm.const_value = ir.tensor(gain, name=norm.name)
+    probed = louder.clone()
+    add_energy_outputs(probed)
+    energy = input_energy(workshop.save(probed, "probed"), 320, 128)
+    wanted = run_graph(workshop.save(louder, "louder"), llama_reference.tokens, llama_reference.chunks, 128)
+
+    def divergence(name, energy):
+        quantised = louder.clone()
+        quantise(quantised, "int4", lambda *_: None, energy)
+        found = run_graph(workshop.save(quantised, name), llama_reference.tokens, llama_reference.chunks, 128)
+        return compare_logits(found, wanted).mean_kl
+
+    assert divergence("fitted", energy) < 0.9 * divergence("plain", {})
 
 
 def test_nothing_is_left_in_float_and_nothing_is_stored_twice(lowered):

@@ -75,7 +75,8 @@ def table_pipeline(
         "slim": slim,
         "drafter": described,
     }
-    limits = {"max_sequences": 8, "retained_slots": 2, "slot_timeout": None, **options}
+    # A slot that never comes back is an error here, not a test that hangs.
+    limits = {"max_sequences": 8, "retained_slots": 2, "slot_timeout": 30, **options}
     return WatchedPipeline(Bundle(directory, manifest), engine, drafter, **limits)
 
 

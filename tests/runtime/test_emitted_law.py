@@ -112,6 +112,33 @@ def test_an_exact_mode_emits_the_processed_law_of_full(mode: str, kind: str, pro
     assert tally.p_value(shift=0.03) < ALPHA, "the sample is too small to see an error of 3 %"
 
 
+@pytest.mark.parametrize("mode", ["speculative", "cascade"])
+def test_a_penalty_counts_the_tokens_of_the_block_itself(mode: str, tmp_path: Path) -> None:
+    # Short texts, in which most tokens are new and a block repeats what it has just brought in.
+    options: dict[str, Any] = {"temperature": 1.0, "repetition_penalty": 2.5}
+    params, tally, pipeline = SamplingParams(**options), Tally(VOCAB), build("mask", tmp_path)
+    for seed in range(1200):
+        found = pipeline.generate("a", mode=mode, seed=seed, gamma=6, max_new_tokens=8, raw=True, **options)
+        tokens = [0, *found.token_ids]
+        for at in range(1, len(tokens)):
+            tally.add(tokens[at - 1], tokens[at], full_law(tokens[:at], params))
+    assert tally.p_value() > ALPHA
+
+
+@pytest.mark.parametrize("mode", ["speculative", "cascade"])
+def test_nothing_is_rejected_where_the_lower_tiers_have_the_law_of_full(mode: str, tmp_path: Path) -> None:
+    # Any acceptance test that keeps the law of full would do; the right one keeps as much as can be kept.
+    laws = markov_laws(VOCAB, sharpness=0.9, slim=0.0)
+    engine = TableEngine(lambda tier, *at: laws("full", *at), VOCAB, CAPACITY)
+    pipeline = table_pipeline(engine, tmp_path, draft_with="mask")
+    for seed in range(10):
+        stream = pipeline.stream("abc", mode=mode, seed=seed, gamma=4, temperature=1.0, max_new_tokens=100, raw=True)
+        lengths = [len(chunk.token_ids) for chunk in stream]
+        assert stream.completion.stats["rejection_rate"] == 0
+        if mode == "cascade":
+            assert min(lengths[1:-1]) > 2
+
+
 @pytest.mark.parametrize(("mode", "kind"), [("plain", "ngram"), ("speculative", "model"), ("cascade", "mask")])
 def test_the_first_tokens_of_a_text_follow_the_joint_law(mode: str, kind: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"temperature": 1.1, "top_k": 4, "repetition_penalty": 1.2}

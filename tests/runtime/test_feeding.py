@@ -6,7 +6,7 @@ Full and slim follow the alphabet, except where a test's script says otherwise. 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,20 @@ Script = Mapping[str, Mapping[str, tuple[str, float]]]
 class Scene:
     """A stream over scripted tiers, and what its slot was fed since one last looked."""
 
-    def __init__(self, directory: Path, script: Script, *blocks: str, draft_with: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        script: Script,
+        *blocks: str,
+        draft_with: Any = None,
+        eos: Sequence[int] = (),
+        **options: Any,
+    ) -> None:
         laws = scripted_laws(VOCAB, {t: {ids(k): (ids(v), p) for k, (v, p) in s.items()} for t, s in script.items()})
         self.engine = TableEngine(laws, VOCAB, 64)
-        self.pipeline: WatchedPipeline = table_pipeline(self.engine, directory, draft_with=draft_with or "ngram")
+        self.pipeline: WatchedPipeline = table_pipeline(
+            self.engine, directory, draft_with=draft_with or "ngram", eos=eos
+        )
         if draft_with is None:
             self.pipeline.replacement = lambda *_: ScriptedDrafter(*([ids(x) for x in block] for block in blocks))
         self.cancel = threading.Event()
@@ -112,6 +122,7 @@ def test_regenerate_emits_the_draft_before_it_and_slims_token_and_voids_the_rest
     assert (stats["drafted_tokens"], stats["evaluated_tokens"], stats["accepted_tokens"]) == (4, 3, 2)
     assert stats["rejection_rate"] == pytest.approx(1 / 3)
     assert stats["mean_accepted_length"] == 2
+    assert stats["accepted_by_position"] == [1, 1, 0]
     assert stats["tier_counts"] == {"draft": 2, "slim": 1, "full": 1}
     assert stats["checked_by_full"] == 0.25
 
@@ -167,6 +178,13 @@ def test_a_cascade_round_lets_slim_settle_blocks_and_full_test_all_of_them(tmp_p
     assert (calls[-1].past, calls[-1].rows) == (1, len(calls[-1].tokens))
     assert (emitted, tiers) == ("cdxp", ["draft", "draft", "slim", "full"])
     assert scene.seen == (5, 5, 5)
+
+
+def test_a_cascade_round_goes_to_full_as_soon_as_slim_has_ended_the_text(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {}, "c", eos=[ids("d")], mode="cascade")
+    scene.round(), scene.fed()
+    assert scene.round() == ("cd", ["draft", "slim"])
+    assert scene.fed() == [call("slim", "bc", 1, 2), call("full", "bcd", 1, 3)]
 
 
 def test_a_mask_drafter_feeds_behind_what_higher_tiers_have_seen_and_slim_writes_over_it(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+import via_sd.runtime.drafters
+import via_sd.runtime.run
 from tests.runtime.laws import brute_force_law
 from tests.runtime.pipelines import WatchedPipeline, table_pipeline
 from tests.runtime.table_engine import TableEngine, digest_of, hashed_laws
@@ -130,6 +132,32 @@ def test_numbers_for_different_purposes_are_independent() -> None:
 def test_no_two_keys_of_a_text_share_a_number() -> None:
     keys = list(itertools.product((0, 1, 2**64 - 1), range(20), range(20), Purpose))
     assert len({uniform(*key) for key in keys}) == len(keys)
+
+
+@pytest.mark.parametrize("kind", ["ngram", "mask", "model"])
+@pytest.mark.parametrize("mode", ["plain", "speculative", "cascade", "routed"])
+def test_no_random_number_is_used_twice_in_a_text(
+    mode: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[tuple[int, ...]] = []
+
+    def recorded(*key: Any) -> float:
+        used.append(key)
+        return uniform(*key)
+
+    for module in (via_sd.runtime.run, via_sd.runtime.drafters):
+        monkeypatch.setattr(module, "uniform", recorded)
+    laws = hashed_laws(VOCAB, sharpness=1.0)
+    model = TableEngine(lambda tier, *at: laws("slim", *at), VOCAB, tiers=("full",))
+    pipeline = table_pipeline(TableEngine(laws, VOCAB), tmp_path, draft_with=model if kind == "model" else kind)
+    for seed in range(6):
+        used.clear()
+        pipeline.generate(
+            "abcab", mode=mode, raw=True, seed=seed, temperature=1.0, max_new_tokens=150, gamma=4, alpha2=0.8,
+            router="paper",
+        )  # fmt: skip
+        assert len(used) >= 150 or mode == "routed"
+        assert len(set(used)) == len(used)
 
 
 @pytest.mark.parametrize("kind", ["ngram", "mask", "model"])
