@@ -8,6 +8,7 @@ or, in a program, `with TritonServer(repository) as server: ... server.http_url 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import json
 import os
@@ -36,6 +37,7 @@ from via_sd.tools.tritonserver_files import (
 )
 
 _SHM = Path("/dev/shm")
+_PR_SET_PDEATHSIG = 1
 _run_number = itertools.count()
 
 
@@ -48,6 +50,11 @@ def _free_ports(count: int) -> list[int]:
     finally:
         for each in sockets:
             each.close()
+
+
+def _end_with_parent() -> None:
+    """Run in the server's process before it begins: a parent that is killed could not stop it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _errors(log: str) -> str:
@@ -63,7 +70,7 @@ class TritonServer:
     """One server process over one model repository, on loopback only; a context manager.
 
     Models run in the environment that started this (see `model_environment`): what is importable here is importable
-    there.
+    there. The server ends with the thread that started it.
 
     Args:
         repository: the model repository.
@@ -171,7 +178,7 @@ class TritonServer:
             f"--backend-config=python,shm-region-prefix-name={self._prefix}",
             *self._arguments,
         ]
-        python = model_environment(self._cache)
+        python = model_environment(self._scratch / "python", self._cache)
         libraries = [str(files.libraries), sysconfig.get_config_var("LIBDIR") or ""]
         environment = dict(os.environ)
         environment["LD_LIBRARY_PATH"] = ":".join(folder for folder in libraries if folder)
@@ -179,7 +186,13 @@ class TritonServer:
         environment["PATH"] = f"{python / 'bin'}:{environment.get('PATH', '')}"
         with open(self._scratch / "log", "wb") as log:
             return subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes], deadline: float) -> bool:

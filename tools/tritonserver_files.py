@@ -27,6 +27,7 @@ WHEEL = "nvidia-pytriton"
 WHEEL_VERSION = "0.7.0"
 WHEEL_SHA256 = "21f063ff93bb426d0c06b7a55e7eb9efcfe62c0dddd9a908e9877e18710128df"
 SERVER_VERSION = "2.51.0"
+OLDER_NUMPY = "1.26.4"  # the last before 2
 
 
 class TritonServerError(CommandError):
@@ -91,41 +92,41 @@ def _unpack(wheel: Path, root: Path) -> None:
                     path.chmod(mode & 0o755)
 
 
-def model_environment(cache: Path | None = None) -> Path:
+def model_environment(scratch: Path, cache: Path | None = None) -> Path:
     """The prefix of the Python environment that models run in: this one, over numpy 1 where this one has numpy 2.
 
     This server's Python backend was built before numpy 2 and aborts on the first string it hands to a model that has
-    numpy 2 loaded. Where that is what is installed here, a small environment is made in the cache: numpy 1 of its
-    own, and everything else from this one.
+    numpy 2 loaded. Where that is what is installed here, a small environment is made at `scratch`: everything from this
+    one behind a numpy 1 that is fetched into the cache the first time.
 
     Raises:
         TritonServerError: numpy 1 cannot be had for this Python.
     """
     if int(importlib.metadata.version("numpy").split(".")[0]) < 2:
         return Path(sys.prefix)
-    name = hashlib.sha256(f"{sys.prefix} {sys.version}".encode()).hexdigest()[:12]
-    root = (cache or cache_directory()).resolve() / f"triton-python-{name}"
-    with _made_once(root) as fresh:
+    older = (cache or cache_directory()).resolve() / f"numpy-{OLDER_NUMPY}-python{_python()}"
+    with _made_once(older) as fresh:
         if fresh is not None:
-            _overlay(fresh)
-    return root
+            _fetch_numpy(fresh)
+    venv.create(scratch, symlinks=True)
+    packages = scratch / "lib" / f"python{_python()}" / "site-packages"
+    here = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    # addsitedir for this environment, not a bare path: it also reads the .pth files there, which is how editable
+    # installs are found. The older numpy comes before it.
+    lines = [str(older), *(f"import site; site.addsitedir({path!r})" for path in here)]
+    (packages / "environment.pth").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return scratch
 
 
-def _overlay(root: Path) -> None:
-    """Makes an environment at `root`: numpy 1 of its own, and behind it everything that is installed in this one."""
-    venv.create(root, symlinks=True)
-    packages = root / Path(sysconfig.get_path("purelib", "venv")).relative_to(sys.prefix)
+def _fetch_numpy(folder: Path) -> None:
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:"]
-    done = subprocess.run([*command, f"--target={packages}", "numpy<2"], capture_output=True, text=True, check=False)
+    command += [f"--target={folder}", f"numpy=={OLDER_NUMPY}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise TritonServerError(
             f"this server's Python backend needs numpy < 2 (found {importlib.metadata.version('numpy')}), and pip has "
             f"none for Python {_python()}:\n{done.stderr.strip()}\nRun this from Python 3.10, 3.11 or 3.12."
         )
-    here = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-    # addsitedir, not a bare path: it also reads the .pth files there, which is how editable installs are found.
-    lines = "".join(f"import site; site.addsitedir({path!r})\n" for path in here)
-    (packages / "parent.pth").write_text(lines, encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from via_sd.export.triton.errors import RepositoryError
 from via_sd.export.triton.pbtxt import Message, Word, string_map, to_pbtxt
-from via_sd.export.triton.serving.contract import INPUTS, OUTPUTS, TensorSpec
+from via_sd.export.triton.serving.contract import INPUTS, OUTPUTS, TensorSpec, parse_default
 
 WARMUP_FOLDER = "warmup"
 WARMUP_PROMPT = "Hello"
@@ -19,7 +19,10 @@ class ServingOptions:
     """How the model is served; everything but placement ends up in `parameters`, where an operator can change it.
 
     Attributes:
-        mode: decoding mode of requests that name none; the runtime's `auto` if None.
+        defaults: what requests leave out, as texts by name (`mode`, `max_tokens`, `max_divergence`, …; see
+            `serving.contract.DEFAULTS`).
+        backend: what runs the graphs, as the runtime calls it (`onnxruntime`, `tensorrt`, …); its default if None.
+        trust_engines: whether TensorRT engines may run that were not built where the server runs.
         slots: sequences that run at once in one instance, each with KV buffers of its own.
         workers: engine steps that run at once in one instance. One is right where a step keeps the device busy.
         threads: threads of one engine step; the engine's choice if None.
@@ -32,10 +35,12 @@ class ServingOptions:
         environment: a Python environment for the Python backend, `EXECUTION_ENV_PATH`; None: the server's own.
 
     Raises:
-        RepositoryError: a number outside its range.
+        RepositoryError: a number outside its range, or a default of no such name or type.
     """
 
-    mode: str | None = None
+    defaults: Mapping[str, str] = field(default_factory=dict)
+    backend: str | None = None
+    trust_engines: bool = False
     slots: int = 4
     workers: int = 1
     threads: int | None = None
@@ -56,13 +61,19 @@ class ServingOptions:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise RepositoryError(f"{name} is {value:g} s, wanted more than 0")
+        for name, text in self.defaults.items():
+            try:
+                parse_default(name, text)
+            except ValueError as error:
+                raise RepositoryError(str(error)) from None
 
     def parameters(self) -> dict[str, str]:
         """The `parameters` that the model reads; what is None is left out."""
-        placement = ("instances", "gpus", "environment")
-        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in placement}
-        text = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in values.items()}
-        return {name: text[name] for name, value in values.items() if value is not None}
+        elsewhere = ("defaults", "instances", "gpus", "environment")
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in elsewhere}
+        # A flag is there or it is not; 0 is a value.
+        given = {name: value for name, value in values.items() if value is not None and value is not False}
+        return {**{name: "true" if value is True else str(value) for name, value in given.items()}, **self.defaults}
 
     def instance_group(self) -> list[Message]:
         """Where instances run and how many."""

@@ -10,16 +10,18 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING, Any
 
 from via_sd.export.triton.config import ServingOptions, model_config
 from via_sd.export.triton.errors import RepositoryError
 from via_sd.export.triton.pbtxt import Message, Word, string_map, to_pbtxt
 from via_sd.export.triton.repository import MANIFEST, new_model, read_manifest, write_model
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 FULL = "full"
 SLIM = "slim"
@@ -60,34 +62,36 @@ def write_tiers(
         The folder of the model `name`; bundle, repository and name are as in `write_repository`.
 
     Raises:
-        RepositoryError: no bundle there, or a model of one of these names that is there already.
+        RepositoryError: no bundle there, a model of one of these names that is there already, or no `onnx_ir` to read
+            the graphs with.
     """
     options = options or ServingOptions()
     source = Path(bundle).resolve()
     manifest = read_manifest(source)
     tiers = bundle_tiers(source, manifest)
-    for each in (*(tier.model for tier in tiers), name):
-        if (Path(repository) / each).exists():
-            raise RepositoryError(
-                f"{Path(repository) / each} is there already; remove it, or choose another --repository"
-            )
-    for tier in tiers:
-        with new_model(repository, tier.model) as folder:
-            (folder / "1").mkdir()
-            graph = write_graph(tier.graph, folder / "1" / "model.onnx")
-            # Weights keep their name: the graph looks for them under it, beside itself.
-            place(tier.weights, folder / "1" / tier.weights.name, copy=copy)
-            (folder / "config.pbtxt").write_text(tier_config(tier.model, graph, options), encoding="utf-8")
+    if name in (tier.model for tier in tiers):
+        raise RepositoryError(f"--name is {name!r}, which is what one of the tiers is called; choose another")
     models = {tier.tier: tier.model for tier in tiers if tier.tier is not None}
     extra = {"verifier_models": json.dumps(models)}
     if any(tier.tier is None for tier in tiers):
         extra["drafter_model"] = DRAFTER
-    over = replace(options, instances=1, gpus=(), threads=None)
-    with new_model(repository, name) as folder:
+    with ExitStack() as all_or_none:
+        for tier in tiers:
+            _write_tier(all_or_none.enter_context(new_model(repository, tier.model)), tier, options, copy)
+        folder = all_or_none.enter_context(new_model(repository, name))
         _copy_without_graphs(source, manifest, folder / "1" / "bundle")
+        over = replace(options, instances=1, gpus=(), threads=None)
         # No warm-up: while this model loads, the ones it calls may not be there yet.
         write_model(folder, model_config(name, "bundle", over, warm_up=False, extra=extra), warm_up=False)
     return Path(repository) / name
+
+
+def _write_tier(folder: Path, tier: Tier, options: ServingOptions, copy: bool) -> None:
+    (folder / "1").mkdir()
+    graph = write_graph(tier.graph, folder / "1" / "model.onnx")
+    # Weights keep their name: the graph looks for them under it, beside itself.
+    place(tier.weights, folder / "1" / tier.weights.name, copy=copy)
+    (folder / "config.pbtxt").write_text(tier_config(tier.model, graph, options), encoding="utf-8")
 
 
 def bundle_tiers(bundle: Path, manifest: Mapping[str, Any]) -> list[Tier]:
@@ -110,6 +114,7 @@ def write_graph(source: Path, target: Path) -> Path:
 
     Triton refuses a scalar input of a model without batches; the attention operator takes its length either way.
     """
+    ir = _onnx_ir()
     model = ir.load(source)
     for value in model.graph.inputs:
         if value.shape is not None and len(value.shape) == 0:
@@ -120,7 +125,7 @@ def write_graph(source: Path, target: Path) -> Path:
 
 def tier_config(model: str, graph: Path, options: ServingOptions) -> str:
     """`config.pbtxt` that serves `graph` on Triton's ONNX Runtime backend, its tensors read from the graph itself."""
-    loaded = ir.load(graph).graph
+    loaded = _onnx_ir().load(graph).graph
     config: dict[str, Message | list[Message] | str | int] = {
         "name": model,
         "backend": "onnxruntime",
@@ -145,6 +150,17 @@ def _tensor(value: ir.Value) -> Message:
 def _data_type(dtype: ir.DataType) -> str:
     names = {"FLOAT": "FP32", "FLOAT16": "FP16", "BFLOAT16": "BF16", "DOUBLE": "FP64"}
     return f"TYPE_{names.get(dtype.name, dtype.name)}"
+
+
+def _onnx_ir() -> Any:
+    try:
+        import onnx_ir
+    except ImportError:
+        raise RepositoryError(
+            "models for single tiers are written with onnx_ir, which is not installed: "
+            "pip install 'via-sd-export[export]', or keep --layout pipeline"
+        ) from None
+    return onnx_ir
 
 
 def place(source: Path, target: Path, *, copy: bool) -> None:

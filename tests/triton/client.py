@@ -18,18 +18,26 @@ _KINDS: dict[str, tuple[str, Any]] = {
     "text_input": ("BYTES", np.object_),
     "mode": ("BYTES", np.object_),
     "stop_words": ("BYTES", np.object_),
-    "max_tokens": ("INT32", np.int32),
-    "top_k": ("INT32", np.int32),
+    "bad_words": ("BYTES", np.object_),
     "seed": ("UINT64", np.uint64),
+    "random_seed": ("UINT64", np.uint64),
+    **dict.fromkeys(
+        ("max_tokens", "top_k", "beam_width", "num_return_sequences", "min_tokens", "end_id", "pad_id"),
+        ("INT32", np.int32),
+    ),
+    **dict.fromkeys(
+        (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "length_penalty",
+        ),
+        ("FP32", np.float32),
+    ),
 }
-_FLOATS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 #: Seconds a test waits for a response before it fails.
 PATIENCE = 60.0
 
@@ -57,7 +65,7 @@ def tensors(prompt: str | bytes, **values: Any) -> list[Any]:
 
     inputs = []
     for name, value in {"text_input": prompt, **values}.items():
-        kind, dtype = _KINDS.get(name, ("FP32", np.float32) if name in _FLOATS else ("BOOL", np.bool_))
+        kind, dtype = _KINDS.get(name, ("BOOL", np.bool_))
         listed = value if isinstance(value, list) else [value]
         plain = [each.encode() if isinstance(each, str) else each for each in listed]
         tensor = grpc.InferInput(name, [1, len(plain)], kind)
@@ -109,11 +117,13 @@ class GrpcClient:
                 reply.error = error.message()
             else:
                 for output in result.get_response().outputs:
-                    value = result.as_numpy(output.name)[0, 0]
+                    array = result.as_numpy(output.name)
                     if output.name == "text_output":
-                        reply.chunks.append(value.decode())
+                        reply.chunks.append(array[0, 0].decode())
+                    elif array.dtype == np.object_:
+                        reply.outputs[output.name] = array[0, 0].decode()
                     else:
-                        reply.outputs[output.name] = value.decode() if isinstance(value, bytes) else value
+                        reply.outputs[output.name] = array[0, 0] if array.shape == (1, 1) else array[0]
             yield reply
 
     def ask(self, prompt: str | bytes, **values: Any) -> Reply:

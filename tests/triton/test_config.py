@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.test_layering import HEAVY, run_blocked
 from via_sd.export.triton import RepositoryError, ServingOptions, write_repository, write_tiers
 from via_sd.export.triton.pbtxt import Word, to_pbtxt
 from via_sd.export.triton.serving.contract import INPUTS, OUTPUTS
+from via_sd.tools.main import app
 
 
 def parse(text: str) -> Any:
@@ -62,21 +64,27 @@ def test_the_model_has_the_tensors_of_the_contract_and_is_decoupled(bundle: Path
 
 def test_options_become_parameters_and_placement(bundle: Path, tmp_path: Path) -> None:
     options = ServingOptions(
-        mode="routed", slots=3, workers=2, threads=5, queue=7, queue_timeout=1.5, apply_chat_template=True, instances=2,
-        gpus=(0, 3), environment="/opt/env",
+        defaults={"mode": "routed", "max_divergence": "0.02"}, backend="tensorrt", trust_engines=True, slots=3,
+        workers=2, threads=5, queue=0, queue_timeout=1.5, apply_chat_template=True, instances=2, gpus=(0, 3),
+        environment="/opt/env",
     )  # fmt: skip
     config = config_of(write_repository(bundle, tmp_path, options=options, copy=False))
     assert parameters(config) == {
         "bundle": str(bundle.resolve()),
         "mode": "routed",
+        "max_divergence": "0.02",
+        "backend": "tensorrt",
+        "trust_engines": "true",
         "slots": "3",
         "workers": "2",
         "threads": "5",
-        "queue": "7",
+        "queue": "0",
         "queue_timeout": "1.5",
         "apply_chat_template": "true",
         "EXECUTION_ENV_PATH": "/opt/env",
     }
+    plain = parameters(config_of(write_repository(bundle, tmp_path, name="plain", copy=False)))
+    assert plain == {"bundle": str(bundle.resolve()), "slots": "4", "workers": "1", "queue": "128"}
     (group,) = config.instance_group
     assert (group.count, list(group.gpus), group.kind) == (2, [0, 3], group.KIND_GPU)
 
@@ -102,29 +110,61 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing_behind(bundle: Pat
         ServingOptions(slots=0)
     with pytest.raises(RepositoryError, match="queue_timeout is 0 s"):
         ServingOptions(queue_timeout=0)
+    with pytest.raises(RepositoryError, match="no default is called 'max_new_tokens'; defaults are max_tokens"):
+        ServingOptions(defaults={"max_new_tokens": "5"})
+    with pytest.raises(RepositoryError, match="ignore_eos is 'yes', wanted true or false"):
+        ServingOptions(defaults={"ignore_eos": "yes"})
     assert [path.name for path in tmp_path.iterdir()] == ["via_sd"]
 
 
 def test_the_command_writes_a_repository_and_refuses_bad_input_with_code_2(bundle: Path, tmp_path: Path) -> None:
-    import typer
-
-    from via_sd.tools.commands.triton import triton
-
-    app = typer.Typer()
-    app.command()(triton)
-    run = CliRunner().invoke
     repository = tmp_path / "models"
-    done = run(app, [str(bundle), "--repository", str(repository), "--name", "llm", "--slots", "2", "--no-copy"])
-    assert done.exit_code == 0, done.output
-    assert parameters(config_of(repository / "llm"))["slots"] == "2"
-    for arguments in (
-        [str(tmp_path), "--repository", str(repository)],
-        [str(bundle), "--repository", str(repository), "--mode", "warp"],
-        [str(bundle), "--repository", str(repository), "--name", "llm"],
-        [str(bundle), "--repository", str(repository), "--slots", "0"],
+
+    def run(*arguments: str, source: Path = bundle) -> int:
+        return CliRunner().invoke(app, ["triton", str(source), "--repository", str(repository), *arguments]).exit_code
+
+    options = ["--name", "llm", "--slots", "2", "--no-copy", "--mode", "routed", "--default", "max_divergence=0.02"]
+    assert run(*options) == 0
+    written = parameters(config_of(repository / "llm"))
+    assert (written["slots"], written["mode"], written["max_divergence"]) == ("2", "routed", "0.02")
+    assert run(source=tmp_path) == 2
+    for refused in (
+        ["--mode", "warp"],
+        ["--name", "llm"],
+        ["--slots", "0"],
+        ["--default", "max_tokens"],
+        ["--default", "max_tokens=many"],
+        ["--default", "max_tokens=0"],
+        ["--default", "best_of=2"],
+        ["--layout", "tiers", "--name", "full"],
     ):
-        assert run(app, arguments).exit_code == 2, arguments
+        assert run(*refused) == 2, refused
     assert sorted(path.name for path in repository.iterdir()) == ["llm"]
+
+
+WRITE = """
+from via_sd.export.triton import RepositoryError, write_repository, write_tiers
+
+write_repository(sys.argv[2], sys.argv[3])
+try:
+    write_tiers(sys.argv[2], sys.argv[3], name="other")
+except RepositoryError as error:
+    print(error)
+"""
+
+
+def test_a_repository_is_written_without_what_exporting_a_model_takes(bundle: Path, tmp_path: Path) -> None:
+    said = run_blocked(WRITE, HEAVY | {"onnxruntime"}, str(bundle), str(tmp_path))
+    assert said.startswith("models for single tiers are written with onnx_ir, which is not installed: pip install")
+    assert [path.name for path in tmp_path.iterdir()] == ["via_sd"]
+    assert config_of(tmp_path / "via_sd").name == "via_sd"
+
+
+def test_a_tier_that_cannot_be_written_leaves_no_other_behind(bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "slim").mkdir()
+    with pytest.raises(RepositoryError, match="slim is there already"):
+        write_tiers(bundle, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["slim"]
 
 
 def graph_tensors(graph: Path) -> tuple[dict[str, Any], dict[str, Any]]:

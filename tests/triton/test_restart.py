@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.triton.client import MODEL, GrpcClient, eventually, metric
-from tests.triton.parrot import ANSWER, PROMPT
+from tests.triton.parrot import ANSWER, LONG, PROMPT
 from tests.triton.test_soak import resident
 from via_sd.export.triton import ServingOptions, write_repository
 from via_sd.tools.tritonserver import TritonServer, TritonServerError
 
-LONG = {"stream": True, "ignore_eos": True, "max_tokens": 4000}
+pytestmark = pytest.mark.server
 
 
 def test_a_client_sees_an_error_when_the_server_dies_and_the_next_one_is_served(repository: Path) -> None:
@@ -33,6 +37,38 @@ def test_a_client_sees_an_error_when_the_server_dies_and_the_next_one_is_served(
     finally:
         server.stop()
     assert set(Path("/dev/shm").iterdir()) <= regions
+
+
+STARTER = """
+import sys
+from pathlib import Path
+
+from via_sd.tools.tritonserver import TritonServer
+
+server = TritonServer(Path(sys.argv[1]), explicit=True)
+server.start()
+print(server.http_port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_server_ends_with_the_program_that_started_it(repository: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STARTER, str(repository)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # for what a program that is killed cannot clear away
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as starter:
+        assert starter.stdout is not None
+        address = ("127.0.0.1", int(starter.stdout.readline()))
+        socket.create_connection(address).close()
+        starter.kill()
+
+    def gone() -> bool:
+        try:
+            socket.create_connection(address).close()
+        except ConnectionRefusedError:
+            return True
+        return False
+
+    assert eventually(gone)
 
 
 def test_a_model_can_be_loaded_and_unloaded_without_leaking(server: TritonServer) -> None:
@@ -90,6 +126,25 @@ def test_a_damaged_bundle_is_named_when_the_model_does_not_load(bundle: Path, tm
     weights.write_bytes(b"\0" + weights.read_bytes()[1:])
     with pytest.raises(TritonServerError, match=r"weights\.data is changed"):
         TritonServer(tmp_path).start()
+
+
+def test_a_configuration_that_was_edited_wrongly_says_so_when_the_model_loads(bundle: Path, tmp_path: Path) -> None:
+    edits = {
+        "backend": ("onnxruntime", "warp", "backend 'warp' is not known"),
+        "default": ("0.5", "5", "max_divergence is 5.0, wanted 0 to 1"),
+        "number": ("4", "four", "parameter slots is 'four', wanted a whole number"),
+    }
+    options = ServingOptions(threads=1, backend="onnxruntime", defaults={"max_divergence": "0.5"})
+    for name, (old, new, _) in edits.items():
+        config = write_repository(bundle, tmp_path, name=name, options=options, copy=False) / "config.pbtxt"
+        text = config.read_text(encoding="utf-8")
+        assert text.count(f'string_value: "{old}"') == 1
+        config.write_text(text.replace(f'string_value: "{old}"', f'string_value: "{new}"'), encoding="utf-8")
+    with TritonServer(tmp_path, explicit=True) as server, GrpcClient(server.grpc_url) as client:
+        for name, (_, _, message) in edits.items():
+            with pytest.raises(Exception, match=f"load failed for model '{name}'") as error:
+                client.client.load_model(name)
+            assert message in str(error.value)
 
 
 def test_the_model_serves_without_figures_where_the_server_keeps_none(bundle: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -42,32 +43,82 @@ class Record:
             return [self.ends[name] for name in names]
 
 
+class Clock:
+    """Seconds that pass in steps alone."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 @pytest.fixture
 def record() -> Record:
     return Record()
 
 
-def counted(steps: int, gate: threading.Event | None = None) -> Steps:
-    """A sequence of `steps` steps; the first waits for `gate`."""
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def counted(steps: int, gate: threading.Event | None = None, clock: Clock | None = None, seconds: float = 1.0) -> Steps:
+    """A sequence of `steps` steps that each take `seconds`; the first waits for `gate`."""
     for number in range(steps):
         if number == 0 and gate is not None:
             assert gate.wait(PATIENCE)
+        if clock is not None:
+            clock.now += seconds
         yield Piece("x", 1)
     return Outcome("x" * steps, "stop", 1, {})
 
 
-def test_active_sequences_take_turns(record: Record) -> None:
+def test_active_sequences_take_turns(record: Record, clock: Clock) -> None:
     gate = threading.Event()
-    scheduler = Scheduler(record, Limits(slots=3))
-    scheduler.submit(Job("a", counted(50, gate)))
-    scheduler.submit(Job("b", counted(50)))
-    scheduler.submit(Job("c", counted(50)))
+    scheduler = Scheduler(record, Limits(slots=3), clock=clock)
+    for name in "abc":
+        scheduler.submit(Job(name, counted(50, gate, clock)))
     gate.set()
     assert record.end_of("a", "b", "c") == ["stop"] * 3
     scheduler.close()
-    # The first one to end has seen the others well on their way, and none has waited for another to end.
-    first_end = min(len(record.steps) - record.steps[::-1].index(name) for name in "abc")
-    assert min(record.steps[:first_end].count(name) for name in "abc") >= 10
+    assert record.steps == list("abc" * 50)
+
+
+def test_engine_time_is_shared_not_steps(record: Record, clock: Clock) -> None:
+    """A sequence of long steps does not crowd out one of short steps."""
+    gate = threading.Event()
+    scheduler = Scheduler(record, Limits(slots=2), clock=clock)
+    scheduler.submit(Job("long", counted(4, gate, clock, seconds=10.0)))
+    scheduler.submit(Job("short", counted(30, None, clock)))
+    gate.set()
+    record.end_of("long", "short")
+    scheduler.close()
+    turns = "".join("L" if name == "long" else "s" for name in record.steps)
+    # Level after ten short steps, and then it is the older one's turn.
+    assert turns == "L" + "s" * 10 + "L" + "s" * 10 + "L" + "s" * 10 + "L"
+
+
+def test_a_newcomer_starts_level_with_who_has_had_least(record: Record, clock: Clock) -> None:
+    """It neither waits until its elders are done nor holds them up until it has caught up."""
+    scheduler = Scheduler(record, Limits(slots=2), clock=clock)
+
+    def elder() -> Iterator[None]:
+        for number in range(20):
+            if number == 10:
+                scheduler.submit(Job("newcomer", counted(5, None, clock)))
+            yield
+
+    def steps() -> Steps:
+        for _ in elder():
+            clock.now += 1.0
+            yield Piece("x", 1)
+        return Outcome("x", "stop", 1, {})
+
+    scheduler.submit(Job("elder", steps()))
+    record.end_of("elder", "newcomer")
+    scheduler.close()
+    turns = "".join("n" if name == "newcomer" else "e" for name in record.steps)
+    assert turns == "e" * 11 + "ne" * 5 + "e" * 4
 
 
 def test_more_sequences_than_slots_wait_in_order(record: Record) -> None:
@@ -167,16 +218,15 @@ def test_a_sequence_that_breaks_leaves_the_others_alone(record: Record) -> None:
     scheduler.close()
 
 
-def test_a_job_out_of_time_ends_between_steps(record: Record) -> None:
-    def slow() -> Steps:
-        while True:
-            yield Piece("x", 1)
-
-    scheduler = Scheduler(record, Limits(slots=1, request_timeout=60.0))
-    scheduler.submit(Job("a", slow(), timeout=0.02))
-    assert record.end_of("a") == [Reason.TIMEOUT]
+def test_a_job_out_of_time_ends_between_steps(record: Record, clock: Clock) -> None:
+    scheduler = Scheduler(record, Limits(slots=1, request_timeout=60.0), clock=clock)
+    scheduler.submit(Job("its own", counted(100, None, clock), timeout=2.5))
+    assert record.end_of("its own") == [Reason.TIMEOUT]
+    assert len(record.steps) == 3
+    scheduler.submit(Job("the model's", counted(100, None, clock)))
+    assert record.end_of("the model's") == [Reason.TIMEOUT]
     scheduler.close()
-    assert record.steps
+    assert len(record.steps) == 3 + 61
 
 
 def test_closing_fails_what_is_left_and_refuses_what_comes(record: Record) -> None:
@@ -203,28 +253,3 @@ def test_two_workers_run_two_steps_at_once(record: Record) -> None:
     scheduler.submit(Job("b", meets()))
     assert record.end_of("a", "b") == ["stop", "stop"]
     scheduler.close()
-
-
-def test_engine_time_is_shared_not_steps(record: Record) -> None:
-    """A sequence of long steps does not crowd out one of short steps."""
-
-    def busy(work: int, steps: int) -> Steps:
-        for _ in range(steps):
-            sum(range(work))
-            yield Piece("x", 1)
-        return Outcome("", "stop", 1, {})
-
-    gate = threading.Event()
-
-    def gated() -> Steps:
-        assert gate.wait(PATIENCE)
-        return (yield from busy(200_000, 30))
-
-    scheduler = Scheduler(record, Limits(slots=2))
-    scheduler.submit(Job("long", gated()))
-    scheduler.submit(Job("short", busy(2_000, 30)))
-    gate.set()
-    record.end_of("long", "short")
-    scheduler.close()
-    # All thirty short steps fit beside the first few long ones.
-    assert record.steps[: record.steps.index("short") + 40].count("short") == 30

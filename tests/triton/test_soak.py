@@ -10,10 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.triton.client import GrpcClient, eventually, metric
-from tests.triton.parrot import ANSWER, PROMPT
+from tests.triton.parrot import ANSWER, LONG, PROMPT
 from via_sd.runtime import Pipeline
 from via_sd.tools.tritonserver import TritonServer
+
+pytestmark = pytest.mark.server
 
 REQUESTS, CLIENTS = 200, 16
 CANCELLED, MALFORMED = REQUESTS // 10, REQUESTS // 20
@@ -44,8 +48,7 @@ def cases(pipeline: Pipeline) -> list[Case]:
             options |= {"temperature": 0.9, "seed": number}
         text = library(pipeline, prompt, options)
         made.append(Case(prompt, {**options, "stream": rng.random() < 0.5}, text))
-    long = {"stream": True, "ignore_eos": True, "max_tokens": 3000, "mode": "plain"}
-    made += [Case(PROMPT, long, None, cancelled=True)] * CANCELLED
+    made += [Case(PROMPT, {**LONG, "mode": "plain"}, None, cancelled=True)] * CANCELLED
     broken = [{"temperature": -1.0}, {"mode": "none"}, {"max_tokens": 0}]
     made += [Case(PROMPT, broken[number % len(broken)], None) for number in range(MALFORMED)]
     rng.shuffle(made)
@@ -116,15 +119,21 @@ def resident(server: TritonServer) -> dict[str, int]:
     return {name: int(text.split("VmRSS:")[1].split()[0]) for name, text in status.items()}
 
 
+def ended(server: TritonServer) -> float:
+    """Requests that have ended, however they did."""
+    return metric(server.metrics_url, "via_sd_requests_total", model="via_sd")
+
+
 def test_every_answer_is_right_and_the_server_is_left_as_it_was(server: TritonServer, pipeline: Pipeline) -> None:
     requests = cases(pipeline)
     # Once to let allocators and KV buffers take what they take; what is measured is what a second time adds.
     assert serve(server, requests) == []
-    before = resident(server)
+    before, counted = resident(server), ended(server)
     assert serve(server, requests) == []
     after = resident(server)
 
     assert server.ready()
+    assert eventually(lambda: ended(server) == counted + REQUESTS), "a request did not end just once"
     grown = {name: after[name] / before[name] for name in before}
     assert max(grown.values()) < 1.05, grown
     for gauge in ("via_sd_active_requests", "via_sd_waiting_requests"):

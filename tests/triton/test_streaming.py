@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +15,8 @@ from tests.triton.client import GrpcClient, events, post
 from tests.triton.parrot import ANSWER, PROMPT
 from via_sd.runtime import Pipeline
 from via_sd.tools.tritonserver import TritonServer
+
+pytestmark = pytest.mark.server
 
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -106,11 +112,12 @@ def test_the_chat_template_applies_per_request_or_by_default(server: TritonServe
     told = pipeline.generate(" 🦊", mode="plain").text
     plain = pipeline.generate(" 🦊", mode="plain", raw=True).text
     assert told != plain
-    with GrpcClient(server.grpc_url) as default, GrpcClient(server.grpc_url, "narrow") as templated:
-        assert default.ask(" 🦊", mode="plain").text == plain
-        assert default.ask(" 🦊", mode="plain", apply_chat_template=True).text == told
-        assert templated.ask(" 🦊").text == told
-        assert templated.ask(" 🦊", apply_chat_template=False).text == plain
+    values: dict[str, Any] = {"mode": "plain", "max_tokens": 256}
+    with GrpcClient(server.grpc_url) as default, GrpcClient(server.grpc_url, "told") as templated:
+        assert default.ask(" 🦊", **values).text == plain
+        assert default.ask(" 🦊", apply_chat_template=True, **values).text == told
+        assert templated.ask(" 🦊", **values).text == told
+        assert templated.ask(" 🦊", apply_chat_template=False, **values).text == plain
 
 
 def test_several_requests_on_one_stream_are_answered_side_by_side(client: GrpcClient) -> None:
@@ -134,3 +141,13 @@ def test_the_end_of_the_text_as_first_token_gives_one_final_response_without_tex
         reply = client.ask(PROMPT + ANSWER, stream=stream)
         assert (reply.chunks, reply.finals, reply.error) == ([""], 1, None)
         assert reply.outputs["finish_reason"] == "stop"
+
+
+def test_the_client_in_the_documentation_prints_the_text(server: TritonServer, pipeline: Pipeline) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "triton.md").read_text(encoding="utf-8")
+    start = page.index("    import queue")
+    source = textwrap.dedent(page[start : page.index("\n\n", start)])
+    assert "localhost:8001" in source
+    source = source.replace("localhost:8001", server.grpc_url)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, encoding="utf-8", check=False)
+    assert (done.returncode, done.stdout) == (0, pipeline.generate("The sea is", raw=True).text), done.stderr

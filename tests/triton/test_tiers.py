@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.triton.client import GrpcClient
 from tests.triton.parrot import ANSWER, PROMPT
 from via_sd.export.triton import ServingOptions, write_tiers
 from via_sd.runtime import Pipeline
 from via_sd.tools.tritonserver import TritonServer
+
+pytestmark = pytest.mark.server
 
 RUNNER = """
 from pathlib import Path

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from via_sd.runtime import MODES, load_bundle
+from via_sd.runtime import Bundle, GenerationConfig, load_bundle
 from via_sd.tools.console import CommandError, command, err
 
 
@@ -32,6 +32,19 @@ def triton(
         ),
     ] = Layout.pipeline,
     mode: Annotated[str | None, typer.Option(help="Decoding mode of requests that name none.")] = None,
+    default: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="What requests leave out, such as max_tokens=512 or max_divergence=0.02; repeat for more.",
+        ),
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="What runs the graphs, as for generate.", show_default="onnxruntime")
+    ] = None,
+    trust_engines: Annotated[
+        bool, typer.Option("--trust-engines", help="Let the server run TensorRT engines that were not built on it.")
+    ] = False,
     slots: Annotated[int, typer.Option(help="Sequences that run at once in one instance.")] = 4,
     threads: Annotated[int | None, typer.Option(help="Threads of one engine step.")] = None,
     workers: Annotated[int, typer.Option(help="Engine steps that run at once in one instance.")] = 1,
@@ -55,11 +68,12 @@ def triton(
     """Write a Triton model repository that serves BUNDLE."""
     from via_sd.export.triton import ServingOptions, write_repository, write_tiers
 
-    if mode is not None and mode not in ("auto", *MODES):
-        raise CommandError(f"mode {mode!r} is not known; modes are auto, {', '.join(MODES)}")
-    load_bundle(bundle)
+    defaults = _defaults(mode, default or [])
+    _check_defaults(defaults, load_bundle(bundle))
     options = ServingOptions(
-        mode=mode,
+        defaults=defaults,
+        backend=backend,
+        trust_engines=trust_engines,
         slots=slots,
         workers=workers,
         threads=threads,
@@ -75,4 +89,28 @@ def triton(
         folder = write_repository(bundle, repository, name=name, options=options, copy=copy, warm_up=warm_up)
     else:
         folder = write_tiers(bundle, repository, name=name, options=options, copy=copy)
-    err.print(f"wrote {folder}; serve it with: tritonserver --model-repository={repository.resolve()}", highlight=False)
+    serve = f"tritonserver --model-repository={repository.resolve()}"
+    err.print(f"wrote {folder}; serve it with: {serve}", highlight=False, soft_wrap=True)
+
+
+def _defaults(mode: str | None, given: list[str]) -> dict[str, str]:
+    defaults = {} if mode is None else {"mode": mode}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not equals:
+            raise CommandError(f"--default is {each!r}, wanted NAME=VALUE")
+        defaults[name] = value
+    return defaults
+
+
+def _check_defaults(defaults: dict[str, str], bundle: Bundle) -> None:
+    """Refuses what the model would refuse when it is loaded, or with every request."""
+    from via_sd.export.triton.serving.contract import RUNTIME_NAMES, parse_default
+
+    try:
+        options: dict[str, Any] = {RUNTIME_NAMES.get(n, n): parse_default(n, text) for n, text in defaults.items()}
+    except ValueError as error:
+        raise CommandError(f"--default: {error}") from None
+    config = GenerationConfig(**options)
+    if config.mode in ("cascade", "routed") and bundle.slim is None:
+        raise CommandError(f"mode {config.mode} needs a slim-verifier, and {bundle.path} was exported without a mask")

@@ -14,6 +14,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from .channel import Channel
+from .contract import DEFAULTS, RUNTIME_NAMES, parse_default
 from .courier import Courier, Meter
 from .metrics import Metrics, NoMetrics
 from .request import Defaults, InvalidRequest, parse_request
@@ -29,9 +30,8 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Loads the bundle that `config.pbtxt` names; what is wrong becomes the reason the model does not load."""
         _end_with_server(os.getppid())
-        if args["model_instance_kind"] == "GPU":
-            pb_utils.Logger.log_warn(f"{args['model_name']} is placed on a GPU, but its engine computes on the CPU")
         parameters = _Parameters(json.loads(args["model_config"])["parameters"])
+        _check_placement(args, parameters.text("backend", "onnxruntime"))
         folder = Path(args["model_repository"]) / args["model_version"]
         limits = Limits(
             slots=parameters.integer("slots", 4),
@@ -39,11 +39,8 @@ class TritonPythonModel:
             queue_timeout=parameters.seconds("queue_timeout"),
             request_timeout=parameters.seconds("request_timeout"),
         )
-        self._defaults = Defaults(
-            apply_chat_template=parameters.text("apply_chat_template", "false") == "true",
-            mode=parameters.text("mode", None),
-        )
         self._pipeline = _load_pipeline(folder / parameters.text("bundle", "bundle"), parameters, limits)
+        self._defaults = _defaults(parameters, self._pipeline.eos_token_ids)
         self._courier = Courier(_meter(args, limits), pb_utils.Logger.log_error)
         self._scheduler = Scheduler(self._courier, limits, workers=parameters.integer("workers", 1))
         self._courier.start(self._scheduler.cancel, lambda: self._scheduler.load)
@@ -55,7 +52,9 @@ class TritonPythonModel:
             job = Job(channel, timeout=request.timeout() / 1e6 or None)
             try:
                 tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-                channel.request = parse_request(tensors, self._defaults)
+                sent = json.loads(request.parameters() or "{}")
+                channel.request = parse_request(tensors, sent, self._defaults)
+                job.timeout = job.timeout or channel.request.timeout
                 prompt, options = channel.request.prompt, channel.request.options
                 stream = self._pipeline.stream(prompt, cancel=job.cancelled, **options)
                 channel.prompt_tokens = stream.prompt_tokens
@@ -80,6 +79,9 @@ class _Parameters:
     def text(self, name: str, default: Any) -> Any:
         return self._values.get(name) or default
 
+    def flag(self, name: str) -> bool:
+        return bool(self._values.get(name) == "true")
+
     def integer(self, name: str, default: Any) -> Any:
         value = self.text(name, None)
         if value is None:
@@ -97,6 +99,18 @@ class _Parameters:
             raise pb_utils.TritonModelException(f"parameter {name} is {value!r}, wanted seconds") from None
 
 
+def _check_placement(args: Mapping[str, str], backend: str) -> None:
+    if args["model_instance_kind"] != "GPU":
+        return
+    if backend in ("onnxruntime", "portable-cpu"):
+        pb_utils.Logger.log_warn(f"{args['model_name']} is placed on a GPU, but {backend} computes on the CPU")
+    elif args["model_instance_device_id"] != "0":
+        raise pb_utils.TritonModelException(
+            f"{args['model_name']} is placed on GPU {args['model_instance_device_id']}, and {backend} takes the first "
+            "one there is: run a server for every GPU, with CUDA_VISIBLE_DEVICES"
+        )
+
+
 def _load_pipeline(folder: Path, parameters: _Parameters, limits: Limits) -> Any:
     try:
         from via_sd.runtime import Pipeline, load_bundle
@@ -109,7 +123,12 @@ def _load_pipeline(folder: Path, parameters: _Parameters, limits: Limits) -> Any
     slots: dict[str, Any] = {"max_sequences": limits.slots, "retained_slots": limits.slots, "slot_timeout": 0.0}
     models = parameters.text("verifier_models", None)
     if models is None:
-        return Pipeline.load(folder, threads=parameters.integer("threads", None), **slots)
+        options = {
+            "backend": parameters.text("backend", None),
+            "threads": parameters.integer("threads", None),
+            "trust_engines": parameters.flag("trust_engines"),
+        }
+        return Pipeline.load(folder, **slots, **{name: value for name, value in options.items() if value})
     bundle = load_bundle(folder)
     described = bundle.manifest["drafter"]
     verifier = TritonEngine(json.loads(models), bundle.manifest["verifier"], bundle.max_seq_len, _infer)
@@ -118,6 +137,19 @@ def _load_pipeline(folder: Path, parameters: _Parameters, limits: Limits) -> Any
         model = parameters.text("drafter_model", "drafter")
         drafter = TritonEngine({"full": model}, described, described["max_seq_len"], _infer)
     return Pipeline(bundle, verifier, drafter, **slots)
+
+
+def _defaults(parameters: _Parameters, eos_token_ids: frozenset[int]) -> Defaults:
+    """What requests leave out, tried on the runtime so that a bad value shows when the model loads."""
+    from via_sd.runtime import GenerationConfig, RequestError
+
+    texts = {name: text for name in DEFAULTS if (text := parameters.text(name, None)) is not None}
+    try:
+        options: dict[str, Any] = {name: parse_default(name, text) for name, text in texts.items()}
+        GenerationConfig(**{RUNTIME_NAMES.get(name, name): value for name, value in options.items()})
+    except (ValueError, RequestError) as error:
+        raise pb_utils.TritonModelException(f"a parameter of the model's configuration is wrong: {error}") from None
+    return Defaults(parameters.flag("apply_chat_template"), options, eos_token_ids)
 
 
 def _infer(model: str, inputs: Mapping[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
@@ -161,7 +193,8 @@ def _steps(stream: Any) -> Steps:
     done = stream.completion
     if done.finish_reason == "cancelled":
         raise RequestFailed(Reason.CANCELLED, "the client cancelled the request")
-    return Outcome(done.text, done.finish_reason, done.prompt_tokens, done.stats)
+    log_probs = None if done.logprobs is None else [token.logprob for token in done.logprobs]
+    return Outcome(done.text, done.finish_reason, done.prompt_tokens, done.stats, log_probs)
 
 
 def _explain(error: Exception) -> RequestFailed:

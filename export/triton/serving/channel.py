@@ -63,6 +63,9 @@ class Channel:
             _tensor("escalations", stats["escalations"]),
             _tensor("checked_by_full", stats["checked_by_full"] or 0.0),
         ]
+        if outcome.log_probs is not None:
+            beam = np.array([[outcome.log_probs]], dtype=np.float32)  # a batch of one request, of one beam
+            tensors += [pb_utils.Tensor("cum_log_probs", beam.sum(-1)), pb_utils.Tensor("output_log_probs", beam)]
         self._send_last(pb_utils.InferenceResponse(tensors))
 
     def fail(self, failure: RequestFailed) -> None:

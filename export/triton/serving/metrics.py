@@ -2,7 +2,8 @@
 
 Counters only grow; a rate or a mean is for the reader to divide, e.g. `via_sd_accepted_tokens_total /
 via_sd_drafted_tokens_total` is the acceptance rate and `via_sd_disagreed_tokens_total / via_sd_audited_tokens_total`
-the divergence. All carry the labels `model`, `version` and `instance`.
+the divergence. All carry the labels `model`, `version` and `instance`. What was generated for a request that ended
+without an answer is not counted but in `requests_total`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 from .scheduler import Job, Outcome, Reason, RequestFailed
 
 PREFIX = "via_sd_"
-_COUNTERS = {
+COUNTERS = {
     "tokens_total": "Tokens generated, by the tier they came from",
     "drafted_tokens_total": "Tokens that a drafter proposed",
     "accepted_tokens_total": "Drafted tokens that were kept",
@@ -23,7 +24,7 @@ _COUNTERS = {
     "queue_us_total": "Microseconds that requests waited for a KV slot",
     "first_token_us_total": "Microseconds from a request's arrival to its first token",
 }
-_GAUGES = {
+GAUGES = {
     "active_requests": "Requests that hold a KV slot",
     "waiting_requests": "Requests that wait for a KV slot",
     "slots": "KV slots of this instance",
@@ -47,8 +48,8 @@ class Metrics:
         family = pb_utils.MetricFamily
         self._labels = labels
         self._families = {
-            **{name: family(PREFIX + name, text, family.COUNTER) for name, text in _COUNTERS.items()},
-            **{name: family(PREFIX + name, text, family.GAUGE) for name, text in _GAUGES.items()},
+            **{name: family(PREFIX + name, text, family.COUNTER) for name, text in COUNTERS.items()},
+            **{name: family(PREFIX + name, text, family.GAUGE) for name, text in GAUGES.items()},
         }
         self._metrics: dict[tuple[str, str], Any] = {}
         for tier in TIERS:

@@ -47,12 +47,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished sequence: the whole text, why it ended, and the runtime's statistics of it."""
+    """A finished sequence: the whole text, why it ended, the runtime's statistics, log-probabilities if asked for."""
 
     text: str
     finish_reason: str
     prompt_tokens: int
     stats: dict[str, Any]
+    log_probs: list[float] | None = None
 
 
 #: Yields after every engine step and returns the outcome; closing it frees its KV slot.
@@ -61,7 +62,7 @@ Steps = Generator[Piece, None, Outcome]
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way through the scheduler; times are seconds, points in time `time.monotonic`'s.
+    """A request on its way through the scheduler; times are seconds, points in time those of its clock.
 
     Attributes:
         channel: where the sink sends what becomes of it.
@@ -106,11 +107,17 @@ class Limits:
 
 
 class Scheduler:
-    """Runs jobs to their end on `workers` threads; every job ends with exactly one `finished` or `failed`."""
+    """Runs jobs to their end on `workers` threads; every job ends with exactly one `finished` or `failed`.
 
-    def __init__(self, sink: Sink, limits: Limits, workers: int = 1) -> None:
+    `clock` tells the time in seconds, for shares and time-outs.
+    """
+
+    def __init__(
+        self, sink: Sink, limits: Limits, workers: int = 1, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._sink = sink
         self._limits = limits
+        self._clock = clock
         self._waiting: deque[Job] = deque()
         self._active: list[Job] = []
         self._changed = threading.Condition()
@@ -125,7 +132,7 @@ class Scheduler:
         """Takes a job, or fails it at once if the queue is full."""
         with self._changed:
             self._numbers += 1
-            job.number, job.submitted = self._numbers, time.monotonic()
+            job.number, job.submitted = self._numbers, self._clock()
             if job.timeout is None:
                 job.timeout = self._limits.request_timeout
             self._sink.opened(job)
@@ -142,7 +149,7 @@ class Scheduler:
     def refuse(self, job: Job, failure: RequestFailed) -> None:
         """Fails a job at once, before any that wait."""
         with self._changed:
-            job.submitted = time.monotonic()
+            job.submitted = self._clock()
             self._sink.opened(job)
             self._sink.failed(job, failure)
 
@@ -182,7 +189,7 @@ class Scheduler:
         """The job whose turn it is, waiting for one if need be; None when it is time to go."""
         with self._changed:
             while True:
-                now = time.monotonic()
+                now = self._clock()
                 self._sift(now)
                 while self._waiting and len(self._active) < self._limits.slots:
                     job = self._waiting.popleft()
@@ -229,7 +236,7 @@ class Scheduler:
 
     def _step(self, job: Job) -> Callable[[], None] | None:
         """One engine step of `job`; what to tell the sink if the job ended with it."""
-        begun = time.monotonic()
+        begun = self._clock()
         assert job.steps is not None
         try:
             if job.cancelled.is_set():
@@ -247,6 +254,6 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001 - one broken request must not stop the others
             broken = RequestFailed(Reason.INTERNAL, f"{type(error).__name__}: {error}")
             return partial(self._sink.failed, job, broken)
-        job.service += time.monotonic() - begun
+        job.service += self._clock() - begun
         self._sink.stepped(job, piece)
         return None
