@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -42,3 +42,22 @@ class Engine(Protocol):
     def new_slot(self) -> Slot:
         """Allocate KV buffers for one sequence."""
         ...
+
+
+class ReadableSlot(Slot, Protocol):
+    """A slot whose buffers can be looked into, which checks do and decoding does not."""
+
+    def keys_values(self, layer: int) -> np.ndarray:
+        """What the buffers of `layer` hold, float32 [parts, heads, max_seq_len, head_dim]."""
+        ...
+
+
+class ReadableEngine(Engine, Protocol):
+    """An engine of such slots."""
+
+    @property
+    def kv(self) -> dict[str, Any]:
+        """Naming, geometry and dtype of the KV buffers, as a manifest has them."""
+        ...
+
+    def new_slot(self) -> ReadableSlot: ...

@@ -82,33 +82,38 @@ class OrtSlot:
             self._bind_input("keep", self._keep)
         self._tokens = np.zeros((1, _STEP_TOKENS), np.int64)
         self._logits = np.zeros((1, 1, engine.vocab_size), np.float32)
-        self._bound = (0, 0)
+        self._bind_step(1, 1)
         self._tier = FULL
 
     def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> np.ndarray:
         """See `Slot.forward`."""
-        count = len(tokens)
-        if count > self._tokens.shape[1]:
-            self._tokens = np.zeros((1, count), np.int64)
-            self._bound = (0, self._bound[1])
-        if rows > self._logits.shape[1]:
-            self._logits = np.zeros((1, rows, self._engine.vocab_size), np.float32)
-            self._bound = (self._bound[0], 0)
-        self._tokens[0, :count] = tokens
-        self._last_position[0] = past + count - 1
-        self._total_length[...] = past + count
+        if (len(tokens), rows) != self._bound:
+            self._bind_step(len(tokens), rows)
+        self._input_ids[0] = tokens
+        self._last_position[0] = past + len(tokens) - 1
+        self._total_length[...] = past + len(tokens)
         if tier != self._tier:
             self._keep[:] = self._engine.keep(tier)
             self._tier = tier
-        if count != self._bound[0]:
-            self._bind_input("input_ids", self._tokens[:, :count])
-        logits = self._logits[:, :rows]
-        if rows != self._bound[1]:
-            self._num_logits[0] = rows
-            self._binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
-        self._bound = (count, rows)
         self._run(self._binding)
-        result: np.ndarray = logits[0]
+        return self._rows
+
+    def _bind_step(self, count: int, rows: int) -> None:
+        """Bind inputs and outputs for passes over `count` tokens with `rows` rows of logits."""
+        if count > self._tokens.shape[1]:
+            self._tokens = np.zeros((1, count), np.int64)
+        if rows > self._logits.shape[1]:
+            self._logits = np.zeros((1, rows, self._engine.vocab_size), np.float32)
+        self._input_ids, logits = self._tokens[:, :count], self._logits[:, :rows]
+        self._bind_input("input_ids", self._input_ids)
+        self._num_logits[0] = rows
+        self._binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        self._rows: np.ndarray = logits[0]
+        self._bound = (count, rows)
+
+    def keys_values(self, layer: int) -> np.ndarray:
+        """See `ReadableSlot.keys_values`; a view."""
+        result: np.ndarray = self._buffers[layer, :, 0]
         return result
 
     def _bind_input(self, name: str, array: np.ndarray) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from via_sd.runtime.backends import ONNXRUNTIME, open_engines
 from via_sd.runtime.bundle import Bundle, load_bundle
 from via_sd.runtime.chat import Message, render_chat
 from via_sd.runtime.completion import Completion
@@ -20,7 +21,6 @@ from via_sd.runtime.engine import FULL, Engine
 from via_sd.runtime.errors import BundleError, RequestError
 from via_sd.runtime.gamma import StepCost
 from via_sd.runtime.kv import SlotPool, Tape
-from via_sd.runtime.ort import OrtEngine
 from via_sd.runtime.sampling import Processor
 from via_sd.runtime.stream import CompletionStream
 
@@ -89,21 +89,25 @@ class Pipeline:
         cls,
         path: str | Path,
         *,
+        backend: str = ONNXRUNTIME,
         threads: int | None = None,
         max_sequences: int = 8,
         retained_slots: int = 2,
         slot_timeout: float | None = None,
         verify: bool = True,
+        trust_engines: bool = False,
     ) -> Pipeline:
         """Load the bundle at `path`.
 
         Args:
+            backend: what runs it, one of `BACKENDS`.
             threads: threads of one pass; the number of physical cores if None.
             max_sequences: sequences that may run at once; more wait for a slot.
             retained_slots: KV buffers kept when idle, so that a prompt that begins like a finished one skips that
                 much prefill.
             slot_timeout: seconds a request waits for a slot before `BusyError`; None waits for as long as it takes.
             verify: compare the hash of every file with the manifest.
+            trust_engines: run TensorRT engines that were not built on this machine.
 
         Raises:
             BundleError: no bundle, a damaged one, or no engine installed to run it.
@@ -114,12 +118,7 @@ class Pipeline:
                 f"{bundle.path} has weights in {bundle.precision}, this runtime takes {', '.join(_DEFAULT_COST)}; "
                 "export the bundle again in one of these"
             )
-        verifier = bundle.manifest["verifier"]
-        engine = OrtEngine(bundle.file(verifier["graph"]), verifier, bundle.max_seq_len, threads=threads)
-        described = bundle.manifest["drafter"]
-        drafter = None
-        if described["kind"] == "model":
-            drafter = OrtEngine(bundle.file(described["graph"]), described, described["max_seq_len"], threads=threads)
+        engine, drafter = open_engines(bundle, backend, threads=threads, trust_engines=trust_engines, verify=verify)
         return cls(
             bundle,
             engine,

@@ -3,12 +3,11 @@
 The additive mask is made in the graph from `position_ids`. Anything shorter is wrong or refused somewhere: a causal
 flag knows no offset in TensorRT, its parser drops `nonpad_kv_seqlen`, and a boolean mask as an input does not build.
 
-Three choices here are for what a compiler makes of the graph; plans show them, and none changes a value:
+Two choices here are for what a compiler makes of the graph; TensorRT's plans show it, and neither changes a value:
 
-- Query heads that read one KV head are stacked as rows of a single head. With fewer KV heads than query heads the whole
-  cache would be copied, every step, until there are as many.
 - A step looks at the first `visible` slots, as many as the caller says. Kernels read the cache through a copy in their
-  own layout; so what that costs grows with the text, not with the capacity.
+  own layout, so what that costs grows with the text and not with the capacity; and they copy a cache that is looked at
+  whole once per query head, not once per KV head.
 - The query carries the score's scale. A scale that is left to the attention is split between query and cache.
 """
 
@@ -81,14 +80,9 @@ class _Geometry:
     kv_heads: int
     head_dim: int
 
-    @property
-    def group(self) -> int:
-        """Query heads per KV head."""
-        return self.heads // self.kv_heads
-
 
 class _Shared:
-    """What every attention of a graph reads: where to write, how far to look, and a mask per window and group."""
+    """What every attention of a graph reads: where to write, how far to look, and a mask per window."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self.graph = graph
@@ -99,27 +93,24 @@ class _Shared:
         self.nodes: list[ir.Node] = []
         self.write_index = add(self.nodes, "Gather", [self.positions, int64_constant(graph, 0)], "write_index", axis=1)
         self.visible = add(self.nodes, "Shape", [self.slots], "visible")
-        self._masks: dict[tuple[int, int], ir.Value] = {}
+        self._query = add(self.nodes, "Unsqueeze", [self.positions, int64_constant(graph, [1, 3])], "query_position")
+        self._masks: dict[int, ir.Value] = {}
 
-    def mask(self, window: int, group: int) -> ir.Value:
-        """Additive mask [batch, 1, group * tokens, visible] for `group` stacked query heads.
+    def mask(self, window: int) -> ir.Value:
+        """Additive mask [batch, 1, tokens, visible].
 
         A query sees the last `window` positions, itself included; all of them if `window` is not positive.
         """
-        if (window, group) not in self._masks:
-            self._masks[window, group] = self._make_mask(window, group)
-        return self._masks[window, group]
+        if window not in self._masks:
+            self._masks[window] = self._make_mask(window)
+        return self._masks[window]
 
-    def _make_mask(self, window: int, group: int) -> ir.Value:
+    def _make_mask(self, window: int) -> ir.Value:
         graph, nodes = self.graph, self.nodes
-        suffix = f"_group{group}" + (f"_window{window}" if window > 0 else "")
-        stacked = self.positions
-        if group > 1:
-            stacked = add(nodes, "Concat", [stacked] * group, f"stacked_positions{suffix}", axis=1)
-        query = add(nodes, "Unsqueeze", [stacked, int64_constant(graph, [1, 3])], f"query_position{suffix}")
-        seen = add(nodes, "LessOrEqual", [self.slots, query], f"seen{suffix}")
+        suffix = f"_window{window}" if window > 0 else ""
+        seen = add(nodes, "LessOrEqual", [self.slots, self._query], f"seen{suffix}")
         if window > 0:
-            oldest = add(nodes, "Sub", [query, int64_constant(graph, window)], f"before_window{suffix}")
+            oldest = add(nodes, "Sub", [self._query, int64_constant(graph, window)], f"before_window{suffix}")
             near = add(nodes, "Greater", [self.slots, oldest], f"in_window{suffix}")
             seen = add(nodes, "And", [seen, near], f"seen_in_window{suffix}")
         allowed = named_constant(graph, "mask_allowed", np.array(0, np.float32))
@@ -157,23 +148,17 @@ def _lower(graph: ir.Graph, node: ir.Node, shared: _Shared, max_seq_len: int, na
     scale = _attribute(node, "scale", 0.0) or 1.0 / math.sqrt(geometry.head_dim)
     factor = named_constant(graph, f"attention_scale_{scale}", np.array(scale, np.float32))
     query = add(nodes, "Mul", [query, factor], f"{name}_query_scaled")
-    if geometry.group > 1:
-        stack = int64_constant(graph, [0, geometry.kv_heads, -1, geometry.head_dim])
-        query = add(nodes, "Reshape", [query, stack], f"{name}_query_stacked")
     window = int(_attribute(node, "local_window_size", -1))
     inputs = [
         query,
         shared.look(nodes, present_key, f"{name}_key_visible"),
         shared.look(nodes, present_value, f"{name}_value_visible"),
-        shared.mask(window if 0 < window < max_seq_len else -1, geometry.group),
+        shared.mask(window if 0 < window < max_seq_len else -1),
     ]
     attributes = {"scale": 1.0}
     if softcap := _attribute(node, "softcap", 0.0):
         attributes["softcap"] = softcap
     mixed = add(nodes, "Attention", inputs, f"{name}_mixed", **attributes)
-    if geometry.group > 1:
-        unstack = int64_constant(graph, [0, geometry.heads, -1, geometry.head_dim])
-        mixed = add(nodes, "Reshape", [mixed, unstack], f"{name}_mixed_heads")
     rows = add(nodes, "Transpose", [mixed], f"{name}_rows", perm=[0, 2, 1, 3])
     width = geometry.heads * geometry.head_dim
     joined = add(nodes, "Reshape", [rows, int64_constant(graph, [0, 0, width])], f"{name}_out")

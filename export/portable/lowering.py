@@ -25,7 +25,7 @@ from via_sd.masks import Mask
 
 #: First opset with TensorScatter and with Attention over a cache of fixed size.
 OPSET = 24
-#: Precision name -> element type of weights, activations and KV.
+#: Name -> element type of weights, activations and KV.
 DTYPES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 
 
@@ -76,7 +76,7 @@ def portable_dtype(dtype: ir.DataType | str) -> ir.DataType:
     """The element type called `dtype`; raises ValueError for one the portable graph is not made in."""
     if isinstance(dtype, str):
         if dtype not in DTYPES:
-            raise ValueError(f"precision is {dtype!r}, wanted {', '.join(DTYPES)}")
+            raise ValueError(f"dtype is {dtype!r}, wanted {', '.join(DTYPES)}")
         return DTYPES[dtype]
     if dtype not in DTYPES.values():
         raise ValueError(f"element type is {dtype.name}, wanted {', '.join(t.name for t in DTYPES.values())}")

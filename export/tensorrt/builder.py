@@ -24,14 +24,12 @@ class BuildOptions:
 
     Attributes:
         profiles: step sizes to build for.
-        batch: sequences per step.
         capabilities: compute capabilities, as `Library.capabilities` gives them.
         version_compatible: let later minor versions of the library run the plan.
         timing_cache: file with kernel timings of earlier builds, read and extended; None for a library that times none.
     """
 
     profiles: Sequence[Profile]
-    batch: int = 1
     capabilities: Sequence[str] = ()
     version_compatible: bool = False
     timing_cache: Path | None = None
@@ -52,7 +50,7 @@ def build_plan(
     network = parse_network(library, graph, log)
     config = network.builder.create_builder_config()
     for profile in options.profiles:
-        config.add_optimization_profile(_profile(network, profile, options.batch))
+        config.add_optimization_profile(_profile(network, profile))
     _set_capabilities(library, config, options.capabilities)
     if options.version_compatible:
         config.set_flag(library.module.BuilderFlag.VERSION_COMPATIBLE)
@@ -71,17 +69,17 @@ def build_plan(
     return bytes(plan)
 
 
-def _profile(network: Network, profile: Profile, batch: int) -> Any:
+def _profile(network: Network, profile: Profile) -> Any:
     result = network.builder.create_optimization_profile()
     for tensor in network.inputs:
         if tensor.name in ("input_ids", POSITION_IDS):
-            result.set_shape(tensor.name, *((batch, tokens) for tokens in profile.tokens.corners))
+            result.set_shape(tensor.name, *((1, tokens) for tokens in profile.tokens.corners))
         elif tensor.name == CACHE_SLOTS:
             result.set_shape(tensor.name, *((visible,) for visible in profile.visible.corners))
         elif tensor.name == LOGIT_ROWS:
             result.set_shape(tensor.name, *((rows,) for rows in profile.rows.corners))
         elif -1 in tuple(tensor.shape):
-            shape = tuple(batch if size == -1 else size for size in tensor.shape)
+            shape = tuple(1 if size == -1 else size for size in tensor.shape)
             result.set_shape(tensor.name, shape, shape, shape)
     return result
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -76,16 +76,16 @@ def build_engines(
     bundle: str | Path,
     target: str = RTX,
     *,
-    precision: str = "bf16",
+    dtype: str = "bf16",
     tokens: Sequence[int] | None = None,
     prefill: Sequence[int] | None = None,
     separate_profiles: bool | None = None,
-    batch: int = 1,
     compute_capabilities: Sequence[str] = (),
     version_compatible: bool = False,
     embed_weights: bool = False,
     reference: str | Path | None = None,
     drafter_reference: str | Path | None = None,
+    trusted: Collection[str] | None = None,
     progress: Progress = lambda *_: None,
 ) -> EngineSet:
     """Build engines for full, every mask and a model drafter of `bundle`, under `engines/<target>`.
@@ -93,17 +93,18 @@ def build_engines(
     Args:
         bundle: bundle directory; its manifest gets an entry for the engines.
         target: `tensorrt-rtx` (needs no GPU to build) or `tensorrt`.
-        precision: of weights, activations and KV: `bf16`, `fp16` or `fp32`.
+        dtype: of weights, activations and KV: `bf16`, `fp16` or `fp32`.
         tokens: (min, opt, max) tokens of a verify step.
         prefill: (min, opt, max) tokens of a prefill chunk.
         separate_profiles: a profile each for single step, verify and prefill, or one for all; by default what the
             target is best at (see `plan_profiles`).
-        batch: sequences per step.
         compute_capabilities: for TensorRT for RTX, such as "8.9"; all it has kernels for by default.
         version_compatible: let later versions of the library run the plans.
         embed_weights: put the weights into every plan instead of sharing one copy between them.
         reference: the verifier's checkpoint; needed when the bundle is quantised.
         drafter_reference: likewise for a model drafter.
+        trusted: sha256 of the plans that may be kept when nothing has changed; None for all. A plan that came with a
+            copied bundle is code from elsewhere.
 
     Returns:
         The engines, and which of them had to be built.
@@ -113,10 +114,8 @@ def build_engines(
     """
     library = load_library(target)
     source = read_source(Path(bundle))
-    if batch < 1:
-        raise ExportError(f"batch is {batch}, wanted 1 or more")
     try:
-        portable_dtype(precision)
+        portable_dtype(dtype)
     except ValueError as error:
         raise ExportError(str(error)) from None
     separate = not library.is_rtx if separate_profiles is None else separate_profiles
@@ -128,21 +127,23 @@ def build_engines(
         platform=host_platform(),
         made_by=version("via-sd-export"),
         source=source.files,
-        precision=precision,
-        batch=batch,
+        dtype=dtype,
         profiles={name: [profile.to_json() for profile in of_model] for name, of_model in profiles.items()},
         compute_capabilities=list(capabilities),
         version_compatible=version_compatible,
         embed_weights=embed_weights,
     )
     folder = source.directory / "engines" / target
-    previous = read_engines_manifest(folder)
-    if previous is not None and previous["request"] == asdict(request) and is_intact(folder, previous):
+    previous = _forget(read_engines_manifest(folder), trusted)
+    complete = previous is not None and {name for d in source.decoders for name in d.engines} == set(
+        previous["engines"]
+    )
+    if previous is not None and complete and previous["request"] == asdict(request) and is_intact(folder, previous):
         register(source, target, folder)
         return EngineSet(folder, previous, kept=tuple(previous["engines"]))
     references: References = {VERIFIER: reference, DRAFTER: drafter_reference}
     with _replacing(folder) as partial:
-        graphs = _write_graphs(source, partial, precision, references, progress)
+        graphs = _write_graphs(source, partial, dtype, references, progress)
         log = BuildLog()
         log.note(f"{library.name} {library.version}: {json.dumps(asdict(request), sort_keys=True)}")
         if (folder / TIMING_CACHE).is_file():
@@ -151,18 +152,52 @@ def build_engines(
         job = _Job(library, request, partial, folder, previous, log, progress)
         engines, built = {}, {}
         for decoder in source.decoders:
-            options = BuildOptions(profiles[decoder.name], batch, capabilities, version_compatible, timing)
+            options = BuildOptions(profiles[decoder.name], capabilities, version_compatible, timing)
             for name in decoder.engines:
                 engines[name], seconds = job.engine(decoder, name, graphs, options)
                 if seconds is not None:
                     built[name] = seconds
         log.write(partial / LOG)
         progress("hashing", None)
-        manifest = engines_manifest(source, request, graphs.table, engines, hash_files(partial))
+        rebuild = _rebuild_options(source, request, tokens, prefill, separate_profiles, compute_capabilities)
+        manifest = engines_manifest(source, request, rebuild, graphs.table, engines, hash_files(partial))
         write_engines_manifest(partial, manifest)
         unregister(source, target)
     register(source, target, folder)
     return EngineSet(folder, manifest, built, tuple(name for name in engines if name not in built))
+
+
+def _forget(previous: dict[str, Any] | None, trusted: Collection[str] | None) -> dict[str, Any] | None:
+    """`previous` without the engines whose plan is not `trusted`."""
+    if previous is None or trusted is None:
+        return previous
+    files = previous["files"]
+    kept = {n: entry for n, entry in previous["engines"].items() if files[entry["plan"]]["sha256"] in trusted}
+    return {**previous, "engines": kept}
+
+
+def _rebuild_options(
+    source: Source,
+    request: Request,
+    tokens: Sequence[int] | None,
+    prefill: Sequence[int] | None,
+    separate_profiles: bool | None,
+    compute_capabilities: Sequence[str],
+) -> str:
+    """The options of the command line that ask for these engines."""
+    options = ["--target", request.target, "--dtype", request.dtype]
+    for name, sizes in (("--tokens", tokens), ("--prefill", prefill)):
+        options += [name, ",".join(map(str, sizes))] if sizes is not None else []
+    if separate_profiles is not None:
+        options += ["--profiles", "separate" if separate_profiles else "joint"]
+    for capability in compute_capabilities:
+        options += ["--compute-capability", capability]
+    options += ["--version-compatible"] if request.version_compatible else []
+    options += ["--embed-weights"] if request.embed_weights else []
+    if source.quantised:
+        options += ["--reference", "CHECKPOINT"]
+        options += ["--drafter-reference", "CHECKPOINT"] if len(source.decoders) > 1 else []
+    return " ".join(options)
 
 
 @dataclass(frozen=True)
@@ -173,7 +208,7 @@ class _Graphs:
     table: Table
 
 
-def _write_graphs(source: Source, folder: Path, precision: str, references: References, progress: Progress) -> _Graphs:
+def _write_graphs(source: Source, folder: Path, dtype: str, references: References, progress: Progress) -> _Graphs:
     models: dict[str, ir.Model] = {}
     whole: dict[str, ir.Model] = {}
     with ExitStack() as stack:  # the weights are read when they are written, at the end of the block
@@ -182,7 +217,7 @@ def _write_graphs(source: Source, folder: Path, precision: str, references: Refe
             model = stack.enter_context(open_decoder(source, decoder, references[decoder.name], said))
             said("portable graphs")
             for name, mask in decoder.engines.items():
-                models[name] = to_portable(model, max_seq_len=decoder.max_seq_len, dtype=precision, mask=mask)
+                models[name] = to_portable(model, max_seq_len=decoder.max_seq_len, dtype=dtype, mask=mask)
                 if mask is None:
                     whole[decoder.name] = models[name]
         table = write_shared_weights(whole, folder, lambda share: progress("writing weights", share))

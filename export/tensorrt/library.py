@@ -7,7 +7,6 @@ capabilities and needs no GPU to build; TensorRT builds on, and for, the GPU tha
 from __future__ import annotations
 
 import importlib
-import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,4 +93,4 @@ def load_library(target: str) -> Library:
 
 def host_platform() -> str:
     """Operating system and processor an engine is tied to, such as `linux-x86_64`."""
-    return f"{platform.system().lower()}-{os.uname().machine if hasattr(os, 'uname') else platform.machine()}"
+    return f"{platform.system().lower()}-{platform.machine()}"

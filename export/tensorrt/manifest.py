@@ -39,8 +39,7 @@ class Request:
     platform: str
     made_by: str
     source: dict[str, str]
-    precision: str
-    batch: int
+    dtype: str
     profiles: dict[str, list[dict[str, Any]]]
     compute_capabilities: list[str]
     version_compatible: bool
@@ -58,32 +57,22 @@ class Request:
             digest.update(tensor.tobytes())
         return digest.hexdigest()
 
-    def rebuild_options(self, source: Source) -> str:
-        """What follows `via-sd-export build BUNDLE` to build these engines again."""
-        options = ["--target", self.target, "--precision", self.precision]
-        if self.embed_weights:
-            options.append("--embed-weights")
-        if self.version_compatible:
-            options.append("--version-compatible")
-        if self.batch != 1:
-            options += ["--batch", str(self.batch)]
-        if source.quantised:
-            options += ["--reference", "CHECKPOINT"]
-            if len(source.decoders) > 1:
-                options += ["--drafter-reference", "CHECKPOINT"]
-        return " ".join(options)
-
 
 def engines_manifest(
-    source: Source, request: Request, table: Table, engines: dict[str, Any], files: dict[str, Any]
+    source: Source, request: Request, rebuild: str, table: Table, engines: dict[str, Any], files: dict[str, Any]
 ) -> dict[str, Any]:
-    """Contents of engines.json; `files` as `hash_files` gives them."""
-    dtype = portable_dtype(request.precision).name.lower()
+    """Contents of engines.json.
+
+    Args:
+        rebuild: what follows `via-sd-export build BUNDLE` to build these engines again.
+        files: as `hash_files` gives them.
+    """
+    dtype = portable_dtype(request.dtype).numpy().name
     return {
         "format": FORMAT,
         "version": VERSION,
         "request": asdict(request),
-        "rebuild": request.rebuild_options(source),
+        "rebuild": rebuild,
         "model": source.manifest["model"],
         "max_seq_len": {decoder.name: decoder.max_seq_len for decoder in source.decoders},
         "vocab_size": {decoder.name: int(decoder.entry["vocab_size"]) for decoder in source.decoders},
@@ -99,7 +88,7 @@ def describe_io(values: Sequence[ir.Value]) -> list[dict[str, Any]]:
     return [
         {
             "name": value.name,
-            "dtype": value.dtype.name.lower() if value.dtype else None,
+            "dtype": value.dtype.numpy().name if value.dtype else None,
             "shape": [d if isinstance(d, int) else str(d.value) for d in value.shape or ()],
         }
         for value in values

@@ -94,7 +94,7 @@ def check_network(library: Library, network: Network) -> None:
         # The binding hands out the base class; the concrete one has the attention itself.
         layer.__class__ = trt.IAttentionOutputLayer
         attention = layer.attention
-        if attention.mask is None or attention.causal:
+        if attention.mask is None:  # where there is one the library refuses a causal flag itself
             raise UnsupportedModelError(
                 f"attention {attention.name!r} has {'a causal flag' if attention.causal else 'no mask'}; wanted an "
                 "additive mask and no causal flag, which would be wrong at every offset"

@@ -68,13 +68,13 @@ def plan_profiles(
     chunk = _bounds("tokens of a prefill chunk", prefill, DEFAULT_PREFILL, max_seq_len)
     visible = Bounds(1, min(_EXPECTED_VISIBLE, max_seq_len), max_seq_len)
     if separate:
-        # Up to two tokens: sizes that are fixed let a compiler want weights in another layout, and weights that are
-        # inputs would then be moved into it in every step.
-        single = Bounds(1, 1, min(2, max_seq_len))
+        # Up to two, not one: for a size that is fixed a compiler picks kernels that want the weights in another layout,
+        # and weights that are inputs are then moved into it in every step.
+        single = Bounds(1, 1, min(2, chunk.maximum))
         profiles: tuple[Profile, ...] = (
             Profile("step", single, single, visible),
             Profile("verify", verify, verify, visible),
-            Profile("prefill", chunk, Bounds(1, 1, 1), visible),
+            Profile("prefill", chunk, single, visible),
         )
     else:
         every = Bounds(1, verify.optimum, max(verify.maximum, chunk.maximum))

@@ -1,7 +1,7 @@
 """One weights file per target, in the target's element type and layout: what is on disk is what is on the device.
 
-Every tensor lies at a multiple of 256 bytes, which is what TensorRT asks of the address of an input, so that a runtime
-maps the file once, copies it to the device once, and binds each tensor where it lies.
+Every tensor begins a page, so that a runtime maps the file once, copies it to the device once, and binds each tensor
+where it lies (TensorRT asks that the address of an input is a multiple of 256).
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
+import xxhash
 from onnx_ir.external_data import CallbackInfo, convert_tensors_to_external
 
 WEIGHTS_FILE = "weights.data"
-ALIGNMENT = 256
+ALIGNMENT = 4096
 #: Initializers up to this many bytes are constants of the graph and of the plan.
 INLINE_BYTES = 1024
 #: Model -> initializer -> where it lies in the file.
@@ -35,25 +36,46 @@ def shared_weights(model: ir.Model) -> list[ir.Value]:
 def write_shared_weights(
     models: Mapping[str, ir.Model], directory: Path, progress: Callable[[float], None] = lambda _: None
 ) -> Table:
-    """Write the shared weights of `models` (name -> portable graph) to `directory`/weights.data, model by model."""
+    """Write the shared weights of `models` (name -> portable graph) to `directory`/weights.data, model by model.
+
+    What several initializers have in common, in one model or between two, is written once.
+    """
     owners = [(name, value) for name, model in models.items() for value in shared_weights(model)]
-    tensors = []
+    distinct: dict[bytes, ir.TensorProtocol] = {}
+    keys = []
     for _, value in owners:
         tensor = value.const_value
         assert tensor is not None
-        tensor.name = value.name
-        tensors.append(tensor)
+        keys.append(_content(tensor))
+        distinct.setdefault(keys[-1], tensor)
 
     def callback(_: ir.TensorProtocol, info: CallbackInfo) -> None:
         progress((info.index + 1) / info.total)
 
     written = convert_tensors_to_external(
-        tensors, directory, WEIGHTS_FILE, callback=callback, alignment=ALIGNMENT, align_threshold=0
+        list(distinct.values()), directory, WEIGHTS_FILE, callback=callback, alignment=ALIGNMENT, align_threshold=0
     )
+    places = dict(zip(distinct, written, strict=True))
     table: Table = {name: {} for name in models}
-    for (name, value), tensor in zip(owners, written, strict=True):
-        table[name][value.name or ""] = tensor
+    for (name, value), key in zip(owners, keys, strict=True):
+        place = places[key]
+        table[name][value.name or ""] = ir.ExternalTensor(
+            place.location,
+            place.offset,
+            place.length,
+            place.dtype,
+            shape=place.shape,
+            name=value.name or "",
+            base_dir=place.base_dir,
+        )
     return table
+
+
+def _content(tensor: ir.TensorProtocol) -> bytes:
+    """Digest of everything a tensor says."""
+    digest = xxhash.xxh3_128(f"{tensor.dtype.name} {tensor.shape}".encode())
+    digest.update(tensor.tobytes())
+    return digest.digest()
 
 
 def refer_to_weights(model: ir.Model, table: Mapping[str, ir.ExternalTensor]) -> None:
@@ -77,14 +99,14 @@ def weights_as_inputs(model: ir.Model) -> bytes:
 
 
 def table_to_json(table: Table) -> dict[str, list[dict[str, Any]]]:
-    """The manifest's list of tensors of each model, in the order of the file."""
+    """The manifest's list of tensors of each model, each where it lies in the file."""
     return {
         name: [
             {
                 "name": tensor.name,
                 "offset": tensor.offset or 0,
                 "size": tensor.length,
-                "dtype": tensor.dtype.name.lower(),
+                "dtype": tensor.dtype.numpy().name,
                 "shape": list(tensor.shape.numpy()),
             }
             for tensor in tensors.values()

@@ -1,0 +1,185 @@
+"""The portable graphs beside the engines, run by ONNX Runtime on any of its providers, buffers on the device.
+
+This is the way for a GPU that TensorRT for RTX has no kernels for, and for comparing engines with. One copy of the
+weights serves every session; KV buffers are bound as input and output, so that a step copies tokens in and logits out.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from via_sd.runtime.bundle import Bundle
+from via_sd.runtime.engine import FULL
+from via_sd.runtime.errors import BundleError
+from via_sd.runtime.tensorrt.files import EngineFiles, read_engine_files
+from via_sd.runtime.tensorrt.steps import StepPlanner
+
+#: What they are called here -> (what ONNX Runtime calls them, where their buffers are).
+PROVIDERS = {
+    "cpu": ("CPUExecutionProvider", "cpu"),
+    "cuda": ("CUDAExecutionProvider", "cuda"),
+    "tensorrt": ("TensorrtExecutionProvider", "cuda"),
+    "nv-tensorrt-rtx": ("NvTensorRTRTXExecutionProvider", "cuda"),
+}
+#: Providers that take weights from outside; the others compile them into engines of their own.
+_SHARE_WEIGHTS = ("cpu", "cuda")
+_DTYPES = {"float32": np.float32, "float16": np.float16}
+
+
+def load_graphs(
+    bundle: Bundle, target: str, provider: str, *, threads: int | None = None, verify: bool = True
+) -> tuple[GraphEngine, GraphEngine | None]:
+    """The portable graphs that `bundle` has for `target`, in ONNX Runtime: the verifier's, and a model drafter's.
+
+    Args:
+        target: whose folder the graphs are taken from, `tensorrt-rtx` or `tensorrt`.
+        provider: one of `PROVIDERS`.
+        threads: threads of one pass on a CPU; the number of physical cores if None.
+        verify: compare the hash of every file with the manifest.
+
+    Raises:
+        BundleError: no graphs, damaged ones, a provider this ONNX Runtime has not, or bfloat16 weights.
+    """
+    if provider not in PROVIDERS:
+        raise BundleError(f"provider {provider!r} is not known; providers are {', '.join(PROVIDERS)}")
+    files = read_engine_files(bundle, target, trust=True, verify=verify)  # graphs are data, and no plan is run
+    if (dtype := files.manifest["kv"]["verifier"]["dtype"]) not in _DTYPES:
+        raise BundleError(
+            f"the graphs in {files.folder} are {dtype}, for which numpy has no type; build them with --dtype fp16"
+        )
+    try:
+        ort = importlib.import_module("onnxruntime")
+    except ImportError:
+        raise BundleError(
+            "graphs run on ONNX Runtime, which is not installed: pip install 'via-sd-export[gpu]'"
+        ) from None
+    name, device = PROVIDERS[provider]
+    if name not in ort.get_available_providers():
+        raise BundleError(
+            f"this ONNX Runtime has no {name}, only {', '.join(ort.get_available_providers())}; "
+            "pip install 'via-sd-export[gpu]' in an environment without the [cpu] extra"
+        )
+    data = np.memmap(files.folder / files.manifest["weights"]["file"], np.uint8, mode="r")
+    weights = data if provider in _SHARE_WEIGHTS else None
+
+    def engine(model: str) -> GraphEngine:
+        return GraphEngine(files, model, ort, (name, device), weights, threads)
+
+    return engine("verifier"), engine("drafter") if files.engines_of("drafter") else None
+
+
+class GraphEngine:
+    """One model's portable graphs, a session each; see `Engine`.
+
+    Args:
+        model: `verifier` or `drafter`.
+        provider: name of the execution provider, and the device its buffers are on.
+        weights: the weights file; None if sessions load it themselves.
+        threads: intra-op threads; ONNX Runtime's default if None.
+    """
+
+    def __init__(
+        self,
+        files: EngineFiles,
+        model: str,
+        ort: Any,
+        provider: tuple[str, str],
+        weights: np.ndarray | None,
+        threads: int | None,
+    ) -> None:
+        manifest = files.manifest
+        self.ort, self.device = ort, provider[1]
+        self.kv: dict[str, Any] = manifest["kv"][model]
+        self.vocab_size = int(manifest["vocab_size"][model])
+        self.max_seq_len = int(manifest["max_seq_len"][model])
+        self.planner = StepPlanner(files.request["profiles"][model], self.max_seq_len)
+        self._weights = {} if weights is None else self._on_device(manifest["weights"]["tensors"][model], weights)
+        self.sessions: dict[str, Any] = {}
+        for name in files.engines_of(model):
+            options = ort.SessionOptions()
+            options.log_severity_level = 3
+            options.intra_op_num_threads = threads or 0
+            for weight in manifest["engines"][name]["weights"] if self._weights else ():
+                options.add_initializer(weight, self._weights[weight])
+            path = str(files.folder / manifest["engines"][name]["graph"])
+            try:
+                session = ort.InferenceSession(path, options, providers=[provider[0]])
+            except Exception as error:  # ONNX Runtime raises its own kinds, none of them public
+                raise BundleError(f"ONNX Runtime cannot load {path} on {provider[0]}: {error}") from error
+            self.sessions[FULL if model == "drafter" else name] = session
+        self.tiers = tuple(self.sessions)
+
+    def new_slot(self) -> GraphSlot:
+        return GraphSlot(self)
+
+    def value(self, array: np.ndarray) -> Any:
+        """`array` where the provider's buffers are."""
+        return self.ort.OrtValue.ortvalue_from_numpy(array, self.device, 0)
+
+    def _on_device(self, tensors: Sequence[dict[str, Any]], data: np.ndarray) -> dict[str, Any]:
+        return {
+            tensor["name"]: self.value(
+                data[tensor["offset"] : tensor["offset"] + tensor["size"]]
+                .view(_DTYPES[tensor["dtype"]])
+                .reshape(tensor["shape"])
+            )
+            for tensor in tensors
+        }
+
+
+class GraphSlot:
+    """KV buffers of one sequence, and a binding per tier over them; see `Slot`."""
+
+    def __init__(self, engine: GraphEngine) -> None:
+        self._engine = engine
+        kv = engine.kv
+        shape, dtype = (1, kv["num_heads"], engine.max_seq_len, kv["head_dim"]), _DTYPES[kv["dtype"]]
+        self._kv = {
+            (layer, part): engine.value(np.zeros(shape, dtype))
+            for layer in range(kv["num_layers"])
+            for part in kv["parts"]
+        }
+        self._bindings: dict[str, Any] = {}
+
+    def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> np.ndarray:
+        """See `Slot.forward`."""
+        parts = []
+        for step in self._engine.planner.cut(len(tokens), rows):
+            stop = step.start + step.count
+            logits = self._step(tier, tokens[step.start : stop], past + step.start, step.rows)
+            if step.keep:
+                parts.append(logits)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def keys_values(self, layer: int) -> np.ndarray:
+        """See `ReadableSlot.keys_values`."""
+        return np.stack([self._kv[layer, part].numpy()[0].astype(np.float32) for part in self._engine.kv["parts"]])
+
+    def _step(self, tier: str, tokens: Sequence[int], past: int, rows: list[int]) -> np.ndarray:
+        binding, stop = self._binding(tier), past + len(tokens)
+        binding.bind_cpu_input("input_ids", np.array([tokens], np.int64))
+        binding.bind_cpu_input("position_ids", np.arange(past, stop, dtype=np.int64)[None])
+        binding.bind_cpu_input("cache_slots", np.arange(self._engine.planner.visible(stop), dtype=np.int64))
+        binding.bind_cpu_input("logit_rows", np.array(rows, np.int64))
+        binding.bind_output("logits", "cpu")  # anew: the number of rows differs from step to step
+        self._engine.sessions[tier].run_with_iobinding(binding)
+        logits: np.ndarray = binding.get_outputs()[0].numpy()[0]
+        return logits
+
+    def _binding(self, tier: str) -> Any:
+        if tier not in self._bindings:
+            session, kv = self._engine.sessions[tier], self._engine.kv
+            binding = session.io_binding()
+            binding.bind_output("logits", "cpu")  # first, so that it stays the first of the outputs
+            names = {value.name for value in session.get_inputs()}
+            for (layer, part), buffer in self._kv.items():
+                past = kv["past"].format(layer=layer, part=part)
+                if past in names:  # a layer this tier skips has no buffer in its graph
+                    binding.bind_ortvalue_input(past, buffer)
+                    binding.bind_ortvalue_output(kv["present"].format(layer=layer, part=part), buffer)
+            self._bindings[tier] = binding
+        return self._bindings[tier]

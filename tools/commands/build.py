@@ -1,0 +1,152 @@
+"""`via-sd-export build`: bundle -> TensorRT engines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from via_sd.runtime import load_bundle
+from via_sd.runtime.tensorrt.trust import built_here, record_built, record_file
+from via_sd.tools.console import CommandError, command, err, out, progress_bar
+
+if TYPE_CHECKING:
+    from via_sd.export.tensorrt import EngineSet
+
+
+class Target(str, Enum):
+    """Which TensorRT the engines are for."""
+
+    rtx = "tensorrt-rtx"
+    tensorrt = "tensorrt"
+
+
+class Dtype(str, Enum):
+    """Element type of weights, activations and KV."""
+
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+
+class Profiles(str, Enum):
+    """Optimisation profiles of an engine."""
+
+    joint = "joint"
+    separate = "separate"
+
+
+@command
+def build(
+    bundle: Annotated[Path, typer.Argument(help="Bundle directory; the engines go into it.")],
+    target: Annotated[Target, typer.Option(help="Which TensorRT the engines are for.")] = Target.rtx,
+    dtype: Annotated[Dtype, typer.Option(help="Of weights, activations and KV.")] = Dtype.bf16,
+    reference: Annotated[
+        str | None, typer.Option(help="The verifier's checkpoint; needed when the bundle is quantised.")
+    ] = None,
+    drafter_reference: Annotated[str | None, typer.Option(help="Likewise for a model drafter.")] = None,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="MIN,OPT,MAX", help="Tokens of a verify step.", show_default="1,8,96")
+    ] = None,
+    prefill: Annotated[
+        str | None, typer.Option(metavar="MIN,OPT,MAX", help="Tokens of a prefill chunk.", show_default="1,256,512")
+    ] = None,
+    profiles: Annotated[
+        Profiles | None,
+        typer.Option(
+            help="One optimisation profile for every step size, or one each for single step, verify and prefill.",
+            show_default="joint for tensorrt-rtx, separate for tensorrt",
+        ),
+    ] = None,
+    compute_capability: Annotated[
+        list[str] | None,
+        typer.Option(help="GPU to build for, such as 8.9; repeat for more. TensorRT for RTX only.", show_default="all"),
+    ] = None,
+    version_compatible: Annotated[
+        bool, typer.Option("--version-compatible", help="Let later versions of the library run the engines.")
+    ] = False,
+    embed_weights: Annotated[
+        bool, typer.Option("--embed-weights", help="Put the weights into every engine instead of sharing one copy.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print exactly one JSON object.")] = False,
+) -> None:
+    """Build engines for every tier of BUNDLE, over one weights file; what has not changed is not built again."""
+    load_bundle(bundle)
+    with progress_bar() as progress:
+        result = build_here(
+            bundle,
+            target.value,
+            dtype=dtype.value,
+            tokens=_sizes("--tokens", tokens),
+            prefill=_sizes("--prefill", prefill),
+            separate_profiles=None if profiles is None else profiles is Profiles.separate,
+            compute_capabilities=compute_capability or (),
+            version_compatible=version_compatible,
+            embed_weights=embed_weights,
+            reference=reference,
+            drafter_reference=drafter_reference,
+            progress=progress,
+        )
+    files, engines = result.manifest["files"], result.manifest["engines"]
+    facts: dict[str, Any] = {
+        "path": str(result.path),
+        "target": target.value,
+        "dtype": dtype.value,
+        "library": result.manifest["request"]["library"],
+        "weights_bytes": files[result.manifest["weights"]["file"]]["size"],
+        "engines": {
+            name: {
+                "plan": entry["plan"],
+                "bytes": files[entry["plan"]]["size"],
+                "built": name in result.built,
+                "build_seconds": entry["build_seconds"],
+            }
+            for name, entry in engines.items()
+        },
+    }
+    if as_json:
+        json.dump(facts, sys.stdout)
+        sys.stdout.write("\n")
+        return
+    _show(facts)
+
+
+def build_here(bundle: Path, target: str, **options: Any) -> EngineSet:
+    """`build_engines`, keeping no plan that came from elsewhere, and noting that those it builds were built here."""
+    from via_sd.export.tensorrt import build_engines
+
+    result = build_engines(bundle, target, trusted=built_here(), **options)
+    files, engines = result.manifest["files"], result.manifest["engines"]
+    try:
+        record_built(files[engines[name]["plan"]]["sha256"] for name in result.built)
+    except OSError as error:
+        err.print(f"cannot note in {record_file()} that these engines were built here ({error}), so they will be")
+        err.print("taken for engines from elsewhere, which are run only by those who say that they trust them")
+    return result
+
+
+def _sizes(option: str, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise CommandError(f"{option} is {text!r}, wanted three numbers: MIN,OPT,MAX") from None
+
+
+def _show(facts: dict[str, Any]) -> None:
+    library = facts["library"]
+    table = Table(title=f"{facts['dtype']}, {library['name']} {library['version']}", title_justify="left")
+    for heading in ("engine", "MB", "seconds", ""):
+        table.add_column(heading, justify="left" if heading in ("engine", "") else "right")
+    for name, engine in facts["engines"].items():
+        state = "built" if engine["built"] else "unchanged"
+        table.add_row(name, f"{engine['bytes'] / 1e6:.1f}", f"{engine['build_seconds']:.1f}", state)
+    table.add_row("weights", f"{facts['weights_bytes'] / 1e6:.1f}", "", "one copy for all of them")
+    out.print(table)
+    out.print(f"{facts['path']}: built, not run", style="dim", highlight=False)
