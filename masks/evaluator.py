@@ -73,10 +73,17 @@ class DistributionEvaluator:
         objective: cost of each position, see `masks.objective`.
         identity: what the costs depend on.
         threads: threads that compare distributions; one per processor if None.
+        full: the full model's distributions, if another evaluator has them already.
     """
 
     def __init__(
-        self, model: MaskedModel, objective: Objective, identity: Mapping[str, Any], *, threads: int | None = None
+        self,
+        model: MaskedModel,
+        objective: Objective,
+        identity: Mapping[str, Any],
+        *,
+        threads: int | None = None,
+        full: CompactDistributions | None = None,
     ) -> None:
         self.model = model
         self.objective = objective
@@ -85,7 +92,8 @@ class DistributionEvaluator:
         self._threads = ThreadPoolExecutor(threads or os.cpu_count() or 1, thread_name_prefix="evaluator")
         self._parts = threads or os.cpu_count() or 1
         #: log q of every position.
-        self.full = self.distributions(Mask.from_layers([True] * model.num_layers))
+        everything = Mask.from_layers([True] * model.num_layers)
+        self.full = self.distributions(everything) if full is None else full
 
     def distributions(self, mask: Mask) -> CompactDistributions:
         """The distributions of every position under `mask`, kept compactly."""

@@ -113,8 +113,12 @@ class Ledger:
         return tuple(sorted(selection)) in self._known
 
     def best(self) -> Record:
-        """The cheapest mask that skips the whole budget; the first of equals."""
-        return min((r for r in self.records if len(r.skipped) == self.space.budget), key=lambda r: r.cost)
+        """The cheapest mask that skips the whole budget; of equals the one that agrees most, then the first."""
+        return min(self.complete(), key=lambda record: (record.cost, -record.agreement))
+
+    def complete(self) -> list[Record]:
+        """The evaluations that skip the whole budget, in order."""
+        return [record for record in self.records if len(record.skipped) == self.space.budget]
 
     def close(self, *, finished: bool) -> None:
         """Close the file; a finished ledger may be overwritten by the next search."""
@@ -139,11 +143,9 @@ class Ledger:
         return record
 
     def _open(self, path: Path, header: dict[str, Any], resume: bool) -> None:
+        if not resume:
+            refuse_unfinished(path)
         whole, lines = _read(path)
-        if lines and not resume and not lines[-1].get("finished"):
-            raise MaskError(
-                f"{path} is an unfinished search ({len(lines) - 1} evaluations): continue with --resume, or delete it"
-            )
         if lines and resume:
             _check_header(path, lines[0], header)
             self._recorded = [
@@ -169,20 +171,13 @@ class Ledger:
             os.fsync(self._file.fileno())
 
 
-def read_records(path: Path) -> list[Record]:
-    """The evaluations in a ledger file, finished or not.
-
-    Raises:
-        MaskError: no ledger there.
-    """
+def refuse_unfinished(path: Path) -> None:
+    """Raise `MaskError` if `path` holds a search that was interrupted: a new one would overwrite its evaluations."""
     _, lines = _read(path)
-    if not lines:
-        raise MaskError(f"{path} has no evaluations; wanted the ledger a search writes")
-    return [
-        Record(line["kind"], tuple(line["skipped"]), line["cost"], line["agreement"])
-        for line in lines[1:]
-        if "kind" in line
-    ]
+    if lines and not lines[-1].get("finished"):
+        raise MaskError(
+            f"{path} is an unfinished search ({len(lines) - 1} evaluations): continue with --resume, or delete it"
+        )
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, Any]]]:

@@ -15,10 +15,9 @@ from tokenizers import Tokenizer
 
 from via_sd.masks import DistributionEvaluator, ModelIdentity, objective_by_name
 from via_sd.tools.calibration import CalibrationText, continuations, encode_prompts, from_file, tokens_hash
-from via_sd.tools.console import CommandError
+from via_sd.tools.console import BAD_INPUT, CommandError
 from via_sd.tools.masked_text import MaskedText
-from via_sd.tools.search_graph import DESCRIPTION_FILE
-from via_sd.tools.search_session import SearchSession
+from via_sd.tools.search_session import DESCRIPTION_FILE, SearchSession
 
 Progress = Callable[[str, float | None], None]
 
@@ -60,7 +59,11 @@ def load_search_model(verifier: str | Path, *, threads: int | None = None) -> Se
         built = subprocess.run(command, capture_output=True, text=True, check=False)
         if built.returncode:
             reason = built.stderr.strip() or f"building the search graph ended with exit code {built.returncode}"
-            raise CommandError(reason if built.returncode == 2 else reason.splitlines()[-1])
+            if built.returncode == BAD_INPUT:
+                raise CommandError(reason)
+            last = reason.splitlines()[-1]
+            hint = "; pip install 'via-sd-export[export]'" if last.startswith("ModuleNotFoundError") else ""
+            raise CommandError(f"the search graph could not be built: {last}{hint}")
         description = json.loads((directory / DESCRIPTION_FILE).read_text(encoding="utf-8"))
         # Once loaded the session needs no file: the weights are mapped or packed.
         return SearchModel(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from via_sd.masks import Mask
 from via_sd.tools.calibration import CalibrationText
-from via_sd.tools.search_session import Floats, SearchSession, Slot
+from via_sd.tools.search_session import Floats, SearchSession, Slot, keep_bits
 
 _LOGITS_ELEMENTS = 12_500_000  # of one block: 50 MB
 
@@ -62,7 +62,7 @@ class MaskedText:
 
     def logits(self, mask: Mask) -> Iterator[Floats]:
         """See `MaskedModel.logits`."""
-        hidden = self._final_stream(sum(1 << index for index, flag in enumerate(mask.sublayers) if flag))
+        hidden = self._final_stream(keep_bits(mask))
         for start in range(0, len(hidden), self._rows):
             rows = hidden[start : start + self._rows]
             block = self._block[: len(rows)]

@@ -22,16 +22,7 @@ from via_sd.export.tokenizer import export_tokenizer
 from via_sd.export.weights import save_graph, write_weights
 from via_sd.runtime import load_bundle
 from via_sd.tools.console import BAD_INPUT, expected_failures
-
-GRAPH_FILE = "search.onnx"
-DESCRIPTION_FILE = "search.json"
-HIDDEN = "hidden"
-RESUME = "resume"
-
-
-def boundary_output(boundary: int) -> str:
-    """Name of the output that holds the stream before sublayer `boundary`."""
-    return f"hidden_{boundary}"
+from via_sd.tools.search_session import DESCRIPTION_FILE, GRAPH_FILE, HIDDEN, RESUME, boundary_output
 
 
 class OpenStreamPass(ir.passes.InPlacePass):

@@ -10,12 +10,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from via_sd.masks import Mask
 from via_sd.tools.console import CommandError
-from via_sd.tools.search_graph import GRAPH_FILE, HIDDEN, RESUME, boundary_output
 
 Floats = NDArray[np.float32]
 
+#: Files and names of a search graph, see `search_graph`.
+GRAPH_FILE = "search.onnx"
+DESCRIPTION_FILE = "search.json"
+HIDDEN = "hidden"
+RESUME = "resume"
+
 _NO_LOGITS = -(1 << 62)  # the slice of the last rows then begins behind the last one
+
+
+def boundary_output(boundary: int) -> str:
+    """Name of the output that holds the stream before sublayer `boundary`."""
+    return f"hidden_{boundary}"
+
+
+def keep_bits(mask: Mask) -> int:
+    """The sublayers `mask` keeps: bit i is set where sublayer i runs."""
+    return sum(1 << index for index, flag in enumerate(mask.sublayers) if flag)
 
 
 class SearchSession:
