@@ -6,11 +6,12 @@ BIN    := $(VENV)/bin
 # make demo PIP_TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
 PIP_TORCH ?= torch==2.13.0
 
-.PHONY: help setup demo test test-long lint types clean
+.PHONY: help setup demo test test-all test-long lint types clean
 
 help:
 	@echo "make demo       set up, fetch SmolLM2-135M, export it, generate in every mode, compare the modes"
 	@echo "make test       set up and run the tests"
+	@echo "make test-all   those that start a Triton server or build TensorRT engines too"
 	@echo "make test-long  the tests that take minutes or fetch larger models"
 	@echo "make lint types ruff, mypy"
 
@@ -27,6 +28,10 @@ demo: setup
 	$(BIN)/via-sd-export demo
 
 test: setup
+	$(BIN)/python -m pytest -m "not long and not server and not engines"
+
+test-all: setup
+	$(BIN)/python -m pip install -q -e ".[tensorrt-rtx]"
 	$(BIN)/python -m pytest -m "not long"
 
 test-long: setup

@@ -5,10 +5,14 @@ from __future__ import annotations
 import typer
 
 from via_sd.tools.commands.bench import bench
+from via_sd.tools.commands.build import build
 from via_sd.tools.commands.demo import demo
 from via_sd.tools.commands.export import export
 from via_sd.tools.commands.generate import generate
 from via_sd.tools.commands.inspect import inspect
+from via_sd.tools.commands.search import search
+from via_sd.tools.commands.triton import triton
+from via_sd.tools.commands.validate import validate
 
 app = typer.Typer(
     name="via-sd-export",
@@ -18,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (export, generate, bench, inspect, demo):
+for verb in (export, search, generate, bench, validate, build, triton, inspect, demo):
     app.command()(verb)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from via_sd.masks import read_mask
 from via_sd.tools.console import CommandError
 from via_sd.tools.planted import MASK_FILE, best_mask, evenly, plant, scattered
