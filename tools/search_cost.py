@@ -12,6 +12,7 @@ from rich.table import Table
 
 from via_sd.masks import Record, search
 from via_sd.tools.evaluator import greedy_texts, load_search_model, open_evaluator
+from via_sd.tools.masked_text import MaskedText
 from via_sd.tools.search_cache import OutOfTimeError, stored_texts
 
 WINDOW = 1000
@@ -43,6 +44,8 @@ def measure_cost(
         texts = stored_texts(work / "cost-text.json", lambda: greedy_texts(model, prompts, WINDOW))
         answered = time.monotonic()
         evaluator = open_evaluator(model, texts, objective="via", alpha=0.5, beta=0.3, threads=threads)
+        masked = evaluator.model
+        assert isinstance(masked, MaskedText)
         ready = time.monotonic()
         old = sum(piece["evaluations"] for piece in pieces)
         marks: list[float] = []
@@ -67,6 +70,8 @@ def measure_cost(
                     "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
                     "peak_building_mb": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3,
                     "weights_mb": model.weight_bytes / 1e6,
+                    "sublayers_asked": masked.sublayers_asked,
+                    "sublayers_run": masked.sublayers_run,
                 }
             )
             pieces_file.write_text(json.dumps(pieces, indent=1) + "\n", encoding="utf-8")
@@ -78,6 +83,8 @@ def measure_cost(
     table.add_row("calibration text (greedy answers)", f"{text:.1f} s")
     table.add_row("full model's distributions", f"{full:.1f} s")
     table.add_row("evaluations", f"{evaluating:.1f} s ({1e3 * evaluating / iterations:.0f} ms each)")
+    run, asked = (sum(piece[key] for piece in pieces) for key in ("sublayers_run", "sublayers_asked"))
+    table.add_row("sublayer runs shared with the full model or earlier candidates", f"{1 - run / asked:.0%}")
     table.add_row("all", f"{load + text + full + evaluating:.0f} s")
     for key, what in (("peak_mb", "searching"), ("peak_building_mb", "building the graph")):
         peak = max(piece[key] for piece in pieces)

@@ -15,7 +15,9 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -90,23 +92,36 @@ class Client:
 
 
 def overhead(pipeline: Pipeline, url: str, model: str, tokens: int, repeats: int, mode: str) -> dict[str, Any]:
-    """Seconds per request of the library and the server, one after the other, for each prompt `repeats` times."""
+    """Seconds per request of the library and the server, in turn, for each prompt `repeats` times."""
     client = Client(url, model)
-    seconds: dict[str, list[float]] = {"library": [], "whole": [], "streamed": []}
+
+    def library(prompt: str) -> tuple[str, float]:
+        begun = time.perf_counter()
+        text = pipeline.generate(prompt, max_new_tokens=tokens, ignore_eos=True, raw=True, mode=mode).text
+        return text, time.perf_counter() - begun
+
+    def server(prompt: str, stream: bool) -> tuple[str, float]:
+        answer = client.ask(prompt, tokens, stream=stream, mode=mode)
+        return answer.text, answer.total
+
+    ways: dict[str, Callable[[str], tuple[str, float]]] = {
+        "library": library,
+        "whole": partial(server, stream=False),
+        "streamed": partial(server, stream=True),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(repeats + 1):
-        for prompt in PROMPTS:
-            begun = time.perf_counter()
-            own = pipeline.generate(prompt, max_new_tokens=tokens, ignore_eos=True, raw=True, mode=mode).text
-            taken = {"library": time.perf_counter() - begun}
-            for name, stream in (("whole", False), ("streamed", True)):
-                answer = client.ask(prompt, tokens, stream=stream, mode=mode)
-                # The first round fills caches and prefix buffers on both sides; from then on both feed the same steps.
-                if repeat > 0 and answer.text != own:
-                    raise RuntimeError(f"the server's text is not the library's for {prompt!r}:\n{answer.text}\n{own}")
-                taken[name] = answer.total
-            if repeat > 0:
-                for name, value in taken.items():
-                    seconds[name].append(value)
+        for number, prompt in enumerate(PROMPTS):
+            # Whoever comes after the other process finds the caches cold: each comes first as often.
+            turn = (repeat + number) % len(ways)
+            order = [*ways][turn:] + [*ways][:turn]
+            answers = {name: ways[name](prompt) for name in order}
+            if repeat == 0:  # fills caches and prefix buffers on both sides; from then on both feed the same steps
+                continue
+            if len({text for text, _ in answers.values()}) > 1:
+                raise RuntimeError(f"the server's text is not the library's for {prompt!r}: {answers}")
+            for name, (_, taken) in answers.items():
+                seconds[name].append(taken)
     client.close()
     ratios = {
         name: statistics.median(a / b for a, b in zip(seconds[name], seconds["library"], strict=True))
@@ -211,7 +226,7 @@ def main(
     table = Table("concurrency", "tokens/s", "over one", "median s", "longest s", "longest over fair share")
     for each in result["throughput"]:
         table.add_row(
-            str(each["concurrency"]),
+            f"{each['concurrency']:.0f}",
             f"{each['tokens_per_s']:.1f}",
             f"{each['throughput_over_one']:.2f}",
             f"{each['median_s']:.2f}",

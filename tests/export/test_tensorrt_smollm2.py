@@ -29,6 +29,7 @@ from via_sd.tools.console import CommandError
 from via_sd.tools.smollm2 import fetch_smollm2
 
 pytest.importorskip("tensorrt_rtx", reason="needs the tensorrt-rtx extra")
+pytestmark = pytest.mark.engines
 
 LAYERS, HIDDEN, VOCABULARY, CAPACITY = 30, 576, 49152, 4096
 SLIM_SKIPS = (3, 6, 7, 10, 12, 13, 15, 16, 18, 20, 22, 25, 27)

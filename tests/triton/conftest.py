@@ -17,10 +17,6 @@ from via_sd.runtime import Pipeline
 from via_sd.tools.tritonserver import TritonServer
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "server: starts a real Triton Inference Server, fetched the first time")
-
-
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Hugging Face directory of the model that knows one passage."""

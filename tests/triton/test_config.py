@@ -130,6 +130,7 @@ def test_the_command_writes_a_repository_and_refuses_bad_input_with_code_2(bundl
     assert run(source=tmp_path) == 2
     for refused in (
         ["--mode", "warp"],
+        ["--backend", "warp"],
         ["--name", "llm"],
         ["--slots", "0"],
         ["--default", "max_tokens"],

@@ -28,11 +28,17 @@ def bench(
     alpha2: Annotated[float, typer.Option(help="Router: see generate.")] = 0.3,
     router: Annotated[str, typer.Option(help="Router: see generate.")] = "adaptive",
     threads: Annotated[int | None, typer.Option(help="Threads of one pass.", show_default="physical cores")] = None,
+    backend: Annotated[
+        str, typer.Option(help="What runs the graphs: onnxruntime, or what `build` made (see docs/tensorrt.md).")
+    ] = "onnxruntime",
+    trust_engines: Annotated[
+        bool, typer.Option("--trust-engines", help="Run TensorRT engines that were not built on this machine.")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every figure there.")] = None,
 ) -> None:
     """Measure the decoding modes of BUNDLE on PROMPTS, greedy, modes in turn, in one run."""
     wanted = read_prompts(prompts)
-    pipeline = Pipeline.load(bundle, threads=threads, max_sequences=1)
+    pipeline = Pipeline.load(bundle, backend=backend, threads=threads, max_sequences=1, trust_engines=trust_engines)
     chosen = modes.split(",") if modes else [m for m in MODES if pipeline.bundle.slim or m not in ("cascade", "routed")]
     if unknown := sorted(set(chosen) - set(MODES)):
         raise CommandError(f"modes {', '.join(unknown)} are not known; modes are {', '.join(MODES)}")

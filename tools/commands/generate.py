@@ -50,6 +50,12 @@ def generate(
         float | None, typer.Option(help="Routed: tighten the router above this share of differing tokens.")
     ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of one pass.", show_default="physical cores")] = None,
+    backend: Annotated[
+        str, typer.Option(help="What runs the graphs: onnxruntime, or what `build` made (see docs/tensorrt.md).")
+    ] = "onnxruntime",
+    trust_engines: Annotated[
+        bool, typer.Option("--trust-engines", help="Run TensorRT engines that were not built on this machine.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print exactly one JSON object.")] = False,
 ) -> None:
     """Generate text from BUNDLE."""
@@ -73,7 +79,7 @@ def generate(
         max_lag=max_lag,
         max_divergence=max_divergence,
     )
-    pipeline = Pipeline.load(bundle, threads=threads, max_sequences=1)
+    pipeline = Pipeline.load(bundle, backend=backend, threads=threads, max_sequences=1, trust_engines=trust_engines)
     if as_json:
         json.dump(pipeline.generate(prompt, config).to_json(), sys.stdout, ensure_ascii=False)
         sys.stdout.write("\n")

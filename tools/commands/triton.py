@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from via_sd.runtime import Bundle, GenerationConfig, load_bundle
+from via_sd.runtime.backends import BACKENDS
 from via_sd.tools.console import CommandError, command, err
 
 
@@ -40,7 +41,7 @@ def triton(
         ),
     ] = None,
     backend: Annotated[
-        str | None, typer.Option(help="What runs the graphs, as for generate.", show_default="onnxruntime")
+        str | None, typer.Option(help=f"What runs the graphs: {', '.join(BACKENDS)}.", show_default="onnxruntime")
     ] = None,
     trust_engines: Annotated[
         bool, typer.Option("--trust-engines", help="Let the server run TensorRT engines that were not built on it.")
@@ -68,6 +69,8 @@ def triton(
     """Write a Triton model repository that serves BUNDLE."""
     from via_sd.export.triton import ServingOptions, write_repository, write_tiers
 
+    if backend is not None and backend not in BACKENDS:
+        raise CommandError(f"backend {backend!r} is not known; backends are {', '.join(BACKENDS)}")
     defaults = _defaults(mode, default or [])
     _check_defaults(defaults, load_bundle(bundle))
     options = ServingOptions(

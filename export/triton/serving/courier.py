@@ -18,8 +18,10 @@ from typing import Protocol
 
 from .scheduler import Job, Outcome, Piece, Reason, RequestFailed
 
-#: Seconds between looks at whether the clients of waiting requests are still there. A running one is asked every step.
+#: Seconds between looks at whether the clients of waiting requests are still there. A running one is asked every step,
+#: unless steps are so short that asking would cost more than the steps that may be wasted.
 POLL_SECONDS = 0.05
+ASK_SECONDS = 0.002
 
 
 class Channel(Protocol):
@@ -123,7 +125,7 @@ class Courier:
         self._events.put(event)
 
     def _run(self) -> None:
-        polled = shown = 0.0
+        polled = asked = shown = 0.0
         shown_load = (-1, -1)
         while True:
             idle = not self._live and self._load() == shown_load
@@ -135,10 +137,12 @@ class Courier:
             if None in events:
                 return
             now = time.monotonic()
-            everyone = now - polled >= POLL_SECONDS
-            if everyone:
-                polled = now
-            self._poll(self._live if everyone else touched)
+            if now - polled >= POLL_SECONDS:
+                polled = asked = now
+                self._poll(self._live)
+            elif now - asked >= ASK_SECONDS:
+                asked = now
+                self._poll(touched)
             load = self._load()
             if load != shown_load and now - shown >= POLL_SECONDS:
                 shown, shown_load = now, load
