@@ -65,9 +65,9 @@ class EvaluationCache:
         self._known: dict[int, MaskCosts] = {}
         directory.mkdir(parents=True, exist_ok=True)
         if self._file.exists():
-            # What a kill left of a last line is cut off.
-            lines = self._file.read_text(encoding="utf-8").split("\n")[:-1]
-            self._file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            *lines, cut_off = self._file.read_text(encoding="utf-8").split("\n")
+            if cut_off:  # by a kill
+                _write(self._file, "".join(f"{line}\n" for line in lines))
             for entry in map(json.loads, lines):
                 self._known[int(entry["keep"], 16)] = MaskCosts(entry["costs"], entry["agreement"])
 
@@ -105,11 +105,16 @@ def stored_texts(file: Path, make: Callable[[], list[CalibrationText]]) -> list[
     """The texts in `file`, made and written there if there is none."""
     if not file.exists():
         data = [{"tokens": text.tokens, "start": text.start} for text in make()]
-        partial = file.with_name(f".{file.name}.partial")
-        partial.write_text(json.dumps(data) + "\n", encoding="utf-8")
-        partial.replace(file)
+        _write(file, json.dumps(data) + "\n")
     stored = json.loads(file.read_text(encoding="utf-8"))
     return [CalibrationText(tuple(text["tokens"]), text["start"]) for text in stored]
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file that appears whole or not at all."""
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)
 
 
 class CachedEvaluator:

@@ -131,30 +131,29 @@ def overhead(pipeline: Pipeline, url: str, model: str, tokens: int, repeats: int
     return {**medians, **{f"{name}_over_library": ratio for name, ratio in ratios.items()}}
 
 
-def throughput(url: str, model: str, tokens: int, requests: int, concurrency: int, mode: str) -> dict[str, Any]:
-    """Tokens per second with `concurrency` clients that each send one request after the other."""
-    prompts: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    for number in range(requests):
-        prompts.put(PROMPTS[number % len(PROMPTS)])
+def throughput(url: str, model: str, tokens: int, turns: int, concurrency: int, mode: str) -> dict[str, Any]:
+    """Tokens per second with `concurrency` clients that each send `turns` requests, one after the other.
+
+    A client asks what it asked before, or what nobody else asks meanwhile. So every prompt is found in a KV slot, and
+    the steps are the same at any concurrency.
+    """
+    clients = [Client(url, model) for _ in range(concurrency)]
     answers: list[Answer] = []
 
-    def work() -> None:
-        client = Client(url, model)
-        while True:
-            try:
-                prompt = prompts.get_nowait()
-            except queue.Empty:
-                break
-            answers.append(client.ask(prompt or "", tokens, stream=True, mode=mode))
-        client.close()
+    def work(number: int) -> None:
+        for turn in range(turns):
+            prompt = PROMPTS[(number + turn * concurrency) % len(PROMPTS)]
+            answers.append(clients[number].ask(prompt, tokens, stream=True, mode=mode))
 
-    threads = [threading.Thread(target=work) for _ in range(concurrency)]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(concurrency)]
     begun = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     took = time.perf_counter() - begun
+    for client in clients:
+        client.close()
     return {
         "concurrency": concurrency,
         "tokens_per_s": tokens * len(answers) / took,
@@ -179,9 +178,10 @@ def bench(
         pipeline = Pipeline.load(bundle, threads=options.threads, retained_slots=options.slots)
         with TritonServer(Path(folder)) as server:
             costs = overhead(pipeline, server.grpc_url, "via_sd", tokens, repeats, mode)
-            rounds = [
-                [throughput(server.grpc_url, "via_sd", tokens, max(4, 2 * n), n, mode) for n in (1, *concurrencies)]
-                for _ in range(repeats)
+            # One round more, to fill the slots.
+            _, *rounds = [
+                [throughput(server.grpc_url, "via_sd", tokens, max(2, 4 // n), n, mode) for n in (1, *concurrencies)]
+                for _ in range(repeats + 1)
             ]
     for alone, *others in rounds:
         for load in (alone, *others):
