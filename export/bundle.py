@@ -41,6 +41,7 @@ from via_sd.export.tokenizer import export_tokenizer
 from via_sd.export.vocabulary import check_vocabularies
 from via_sd.export.weights import WEIGHTS_FILE, save_graph, write_weights
 from via_sd.masks import Mask, MaskFormat, ModelIdentity, read_mask
+from via_sd.masks.files import write_whole
 
 FORMAT = "via-sd-bundle"
 VERSION = 1
@@ -150,9 +151,7 @@ def hash_files(directory: Path) -> dict[str, dict[str, Any]]:
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     """Write or replace the manifest of the bundle in `directory` in one step."""
-    partial = directory / f".{MANIFEST}.partial"
-    partial.write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    partial.replace(directory / MANIFEST)
+    write_whole(directory / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
 
 
 def _export_decoder(
@@ -173,8 +172,12 @@ def _export_decoder(
         reference = reference_logits(source.directory, max_seq_len, source.config)
     if precision != "fp32":
         FuseGateUpPass()(model)
-        progress("checking the graph before it is quantised" if check else "measuring the graph's activations", None)
-        energy = _before_quantisation(model, directory, reference, int(source.config["vocab_size"]), max_seq_len)
+        energy: dict[str, np.ndarray] = {}
+        if reference or precision == "int4":
+            progress(
+                "checking the graph before it is quantised" if check else "measuring the graph's activations", None
+            )
+            energy = _before_quantisation(model, directory, reference, precision, max_seq_len, source.config)
         quantise(model, precision, progress, energy)
     segments = plan_segments(masks, 2 * source.identity.num_layers)
     slims = {mask.name: PrunePass(mask)(model.clone()).model for mask in masks}
@@ -226,22 +229,31 @@ def quantise(
     count = len(list(constant_products(model.graph)))
     done = itertools.count(1)
     bits = int(precision.removeprefix("int"))
-    QuantizePass(bits, energy=energy, progress=lambda _: progress("quantising", min(1.0, next(done) / max(count, 1))))(
-        model
-    )
+    QuantizePass(bits, energy=energy, progress=lambda _: progress("quantising", next(done) / count))(model)
 
 
 def _before_quantisation(
-    model: ir.Model, directory: Path, reference: Reference | None, vocab_size: int, max_seq_len: int
+    model: ir.Model,
+    directory: Path,
+    reference: Reference | None,
+    precision: str,
+    max_seq_len: int,
+    config: dict[str, Any],
 ) -> dict[str, np.ndarray]:
-    """Hold the float32 graph to float32 limits (afterwards quantisation is all that can differ); its input energies."""
+    """Hold the float32 graph to float32 limits: afterwards quantisation is all that can differ.
+
+    Returns:
+        The input energies that int4 is fitted to; int8 needs none.
+    """
+    fitted = precision == "int4"
     with TemporaryDirectory(prefix=".check-", dir=directory) as scratch:
         plain, path = model.clone(), Path(scratch) / "model.onnx"
-        add_energy_outputs(plain)
+        if fitted:
+            add_energy_outputs(plain)
         save_graph(plain, path, write_weights(plain, Path(scratch)))
         if reference:
             check_logits(path, reference, quantised=False)
-        return input_energy(path, vocab_size, max_seq_len)
+        return input_energy(path, int(config["vocab_size"]), max_seq_len) if fitted else {}
 
 
 def _export_drafter(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,15 @@ import numpy as np
 
 from via_sd.export.errors import ExportError
 from via_sd.export.passes.attention_semantics import semantics_of
+from via_sd.export.reference import load_reference
 
 #: Largest logit difference allowed in float32, as a share of the largest logit (at least 10).
 FP32_TOLERANCE = 1e-4
 #: Mean KL divergence in nats up to which a quantised model passes for that model. Small models lose a lot to int4 on
 #: the random text used here (0.99 for a 135M one); a graph that computes something else is several times further.
 QUANTISED_KL = 3.0
-_PREFILL, _STEP = 40, 5
+#: Tokens of the prefill (more where a window is wider), and of the steps behind it.
+_PREFILL, _STEPS = 40, (5, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -46,24 +48,20 @@ class Reference:
     max_seq_len: int
 
 
+def reference_steps(config: Mapping[str, Any], max_seq_len: int) -> list[int]:
+    """Sizes of the steps in which a text is compared: a prefill that passes every attention window, and the rest."""
+    windows = [s.window for s in semantics_of(dict(config)) if 0 < s.window < max_seq_len]
+    steps = [step for step in _STEPS if max_seq_len > _PREFILL]
+    return [min(max([_PREFILL, *(window + 8 for window in windows)]), max_seq_len - sum(steps)), *steps]
+
+
 def reference_logits(checkpoint: Path, max_seq_len: int, config: dict[str, Any]) -> Reference:
     """Run the checkpoint in transformers (float32, eager attention) as the reference of `check_logits`."""
     import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    windows = [s.window for s in semantics_of(config) if 0 < s.window < max_seq_len]
-    steps = [c for c in (_STEP, 1, 1) if max_seq_len > _PREFILL]
-    prefill = min(max([_PREFILL, *(w + 8 for w in windows)]), max_seq_len - sum(steps))
-    chunks = [prefill, *steps]
+    chunks = reference_steps(config, max_seq_len)
     tokens = np.random.default_rng(0).integers(0, int(config["vocab_size"]), sum(chunks))
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
-    finally:
-        if shown:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    model = load_reference(checkpoint)
     with torch.no_grad():
         logits = model(torch.from_numpy(tokens[None])).logits[0].numpy()
     return Reference(tokens, chunks, logits, max_seq_len)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from via_sd.export.errors import ExportError, UnsupportedModelError
+from via_sd.export.reference import hidden_progress_bars
 
 
 def gguf_to_directory(source: Path, target: Path) -> None:
@@ -48,17 +49,14 @@ def gguf_to_directory(source: Path, target: Path) -> None:
 def _without_progress_bars() -> Iterator[None]:
     """Keep transformers from drawing its own: one of them goes through a setting, the GGUF reader's does not."""
     from transformers import modeling_gguf_pytorch_utils as reader
-    from transformers.utils import logging
 
-    shown, bar = logging.is_progress_bar_enabled(), reader.tqdm  # type: ignore[attr-defined]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    bar = reader.tqdm  # type: ignore[attr-defined]
     reader.tqdm = functools.partial(bar, disable=True)  # type: ignore[attr-defined]
     try:
-        yield
+        with hidden_progress_bars():
+            yield
     finally:
         reader.tqdm = bar  # type: ignore[attr-defined]
-        if shown:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def check_gguf(source: Path) -> None:

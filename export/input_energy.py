@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from via_sd.export.check import run_steps
-from via_sd.export.passes.quantize import constant_products
+from via_sd.export.passes import constant_products
 
 _PREFIX = "energy."
 #: Random tokens are enough: on SmolLM2 their energies bring nearly all of what those of real text bring.

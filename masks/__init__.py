@@ -3,7 +3,7 @@
 from via_sd.masks.delta import Delta, LookupDistributions, delta_criterion
 from via_sd.masks.distributions import CompactDistributions
 from via_sd.masks.evaluator import DistributionEvaluator, Evaluation, Evaluator, MaskedModel
-from via_sd.masks.ledger import Record, refuse_unfinished
+from via_sd.masks.ledger import Record, improvements, refuse_unfinished
 from via_sd.masks.maskfile import (
     SCHEMA,
     Mask,
@@ -15,6 +15,8 @@ from via_sd.masks.maskfile import (
     write_mask,
 )
 from via_sd.masks.objective import (
+    DEFAULT_ALPHA,
+    DEFAULT_BETA,
     DEFAULT_OBJECTIVE,
     OBJECTIVES,
     Objective,
@@ -27,6 +29,8 @@ from via_sd.masks.search import SearchResult, search
 from via_sd.masks.space import Granularity, Space
 
 __all__ = [
+    "DEFAULT_ALPHA",
+    "DEFAULT_BETA",
     "DEFAULT_OBJECTIVE",
     "OBJECTIVES",
     "SCHEMA",
@@ -49,6 +53,7 @@ __all__ = [
     "delta_criterion",
     "flipped_via_cost",
     "forward_kl",
+    "improvements",
     "objective_by_name",
     "parse_mask",
     "read_mask",

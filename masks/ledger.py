@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from via_sd.masks.evaluator import Evaluator
+from via_sd.masks.files import write_whole
 from via_sd.masks.maskfile import MaskError
 from via_sd.masks.space import Selection, Space
 
@@ -159,9 +160,7 @@ class Ledger:
         else:
             whole = [json.dumps(header)]
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, "".join(f"{line}\n" for line in whole))
         self._file = path.open("a", encoding="utf-8")
 
     def _write(self, data: dict[str, Any]) -> None:
@@ -169,6 +168,15 @@ class Ledger:
             self._file.write(json.dumps(data) + "\n")
             self._file.flush()
             os.fsync(self._file.fileno())
+
+
+def improvements(records: Iterable[Record], budget: int) -> Iterator[tuple[int, Record]]:
+    """Every evaluation that was the best so far of those that skip the whole `budget`, with its number from 1 on."""
+    best = float("inf")
+    for number, record in enumerate(records, start=1):
+        if len(record.skipped) == budget and record.cost < best:
+            best = record.cost
+            yield number, record
 
 
 def refuse_unfinished(path: Path) -> None:

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from via_sd.masks.files import write_whole
+
 FORMAT = "via-sd-mask"
 VERSION = 1
 MaskFormat = Literal["keep", "skip"]
@@ -171,9 +173,7 @@ def write_mask(mask: Mask, path: Path | str) -> None:
     """Write `mask` in our format; the file appears complete or not at all."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.partial")
-    partial.write_text(json.dumps(mask.to_json(), indent=1) + "\n", encoding="utf-8")
-    partial.replace(target)
+    write_whole(target, json.dumps(mask.to_json(), indent=1) + "\n")
 
 
 def read_mask(path: Path | str, *, num_layers: int | None = None, mask_format: MaskFormat | None = None) -> Mask:

@@ -23,21 +23,14 @@ class OrtEngine:
         description: the manifest's entry for it (`inputs`, `kv`, `vocab_size`, and `tiers` for a routed graph).
         max_seq_len: capacity of a KV buffer in tokens.
         threads: intra-op threads; ONNX Runtime's default (one per physical core) if None.
-        provider: execution provider; the CPU one keeps buffers in host memory.
     """
 
     def __init__(
         self, graph: Path, description: dict[str, Any], max_seq_len: int, *, threads: int | None = None
     ) -> None:
-        ort = _onnxruntime()
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = threads or 0
+        options = session_options(threads)
         options.inter_op_num_threads = 1
-        options.log_severity_level = 3
-        try:
-            self.session = ort.InferenceSession(os.fspath(graph), options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # ONNX Runtime raises its own kinds, none of them public
-            raise BundleError(f"ONNX Runtime cannot load {graph}: {error}") from error
+        self.session = open_session(graph, options)
         tiers = description.get("tiers") or {FULL: {"keep": []}}
         self._keep = {name: np.array(tier["keep"], dtype=bool) for name, tier in tiers.items()}
         self.kv: dict[str, Any] = description["kv"]
@@ -120,11 +113,28 @@ class OrtSlot:
         self._binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
 
 
-def _onnxruntime() -> Any:
+def session_options(threads: int | None) -> Any:
+    """Options of a session with `threads` intra-op threads; ONNX Runtime's default if None."""
+    options = onnxruntime().SessionOptions()
+    options.intra_op_num_threads = threads or 0
+    options.log_severity_level = 3
+    return options
+
+
+def open_session(graph: Path, options: Any, provider: str = "CPUExecutionProvider") -> Any:
+    """A session over the file `graph`; raises `BundleError` where ONNX Runtime cannot load it."""
     try:
-        import onnxruntime
+        return onnxruntime().InferenceSession(os.fspath(graph), options, providers=[provider])
+    except Exception as error:  # ONNX Runtime raises its own kinds, none of them public
+        raise BundleError(f"ONNX Runtime cannot load {graph} on {provider}: {error}") from error
+
+
+def onnxruntime() -> Any:
+    """The module; raises `BundleError` where it is not installed."""
+    try:
+        import onnxruntime as module
     except ImportError:
         raise BundleError(
             "this bundle runs on ONNX Runtime, which is not installed: pip install 'via-sd-export[cpu]' (or [gpu])"
         ) from None
-    return onnxruntime
+    return module

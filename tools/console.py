@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from via_sd.export.errors import ExportError
 from via_sd.masks import MaskError
 from via_sd.runtime import ViaSdError
 
@@ -36,14 +38,8 @@ class CheckFailedError(Exception):
     """A comparison that a command was asked to make came out wrong."""
 
 
-def expected_failures() -> tuple[type[Exception], ...]:
-    """Errors that mean bad input; those of `export` only where it is importable without its extra."""
-    known = (ViaSdError, MaskError, CommandError)
-    try:
-        from via_sd.export.errors import ExportError
-    except ImportError:
-        return known
-    return (*known, ExportError)
+#: Errors that mean bad input.
+EXPECTED_FAILURES = (ViaSdError, MaskError, ExportError, CommandError)
 
 
 def command(function: Callable[P, R]) -> Callable[P, R]:
@@ -55,7 +51,7 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         except CheckFailedError as error:
             raise _failed(str(error), CHECK_FAILED) from None
-        except expected_failures() as error:
+        except EXPECTED_FAILURES as error:
             raise _failed(str(error), BAD_INPUT) from None
         except BrokenPipeError:  # the reader of our output has seen enough
             raise
@@ -71,6 +67,12 @@ def _failed(message: str, code: int) -> typer.Exit:
     """Print one message; the exception that ends the process with `code`."""
     err.print(f"[bold red]error:[/] {escape(' '.join(message.split()))}", soft_wrap=True, highlight=False)
     return typer.Exit(code)
+
+
+def print_json(facts: Any, *, ensure_ascii: bool = True) -> None:
+    """Print exactly one JSON object."""
+    json.dump(facts, sys.stdout, ensure_ascii=ensure_ascii)
+    sys.stdout.write("\n")
 
 
 @contextmanager

@@ -13,7 +13,14 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from via_sd.masks import DistributionEvaluator, ModelIdentity, objective_by_name
+from via_sd.masks import (
+    DEFAULT_ALPHA,
+    DEFAULT_BETA,
+    DEFAULT_OBJECTIVE,
+    DistributionEvaluator,
+    ModelIdentity,
+    objective_by_name,
+)
 from via_sd.tools.calibration import CalibrationText, continuations, encode_prompts, from_file, tokens_hash
 from via_sd.tools.console import BAD_INPUT, CommandError
 from via_sd.tools.masked_text import MaskedText
@@ -103,9 +110,9 @@ def open_evaluator(
     model: SearchModel,
     texts: Sequence[CalibrationText],
     *,
-    objective: str,
-    alpha: float,
-    beta: float,
+    objective: str = DEFAULT_OBJECTIVE,
+    alpha: float = DEFAULT_ALPHA,
+    beta: float = DEFAULT_BETA,
     threads: int | None = None,
 ) -> DistributionEvaluator:
     """Evaluates masks of `model` on `texts`; runs the full model once, to have its distributions.

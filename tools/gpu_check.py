@@ -7,9 +7,7 @@ portable graphs. `--backend portable-cpu` goes the same way on any machine, to s
 
 from __future__ import annotations
 
-import json
 import platform
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
@@ -26,7 +24,8 @@ from via_sd.runtime.engine import Engine
 from via_sd.runtime.tensorrt.cuda import Cuda
 from via_sd.tools.bench import run_bench, summarise
 from via_sd.tools.commands.build import Dtype, build_here
-from via_sd.tools.console import CheckFailedError, CommandError, command, err, out, progress_bar
+from via_sd.tools.console import CheckFailedError, CommandError, command, err, out, print_json, progress_bar
+from via_sd.tools.options import AsJson
 from via_sd.tools.prompts import Prompt
 
 AUTO = "auto"
@@ -55,7 +54,7 @@ def gpu_check(
     reference: Annotated[str | None, typer.Option(help="The checkpoint, when the bundle is quantised.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Length of every answer.")] = 128,
     repeats: Annotated[int, typer.Option(help="Generations of each prompt and mode.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print exactly one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Build, run, compare and time the tiers of BUNDLE on this machine's GPU."""
     chosen = _choose(backend)
@@ -82,8 +81,7 @@ def gpu_check(
         "modes": {mode: figures["all"] for mode, figures in summarise(samples, PROMPTS).items()},
     }
     if as_json:
-        json.dump(facts, sys.stdout)
-        sys.stdout.write("\n")
+        print_json(facts)
     else:
         _show(facts)
     limit = LIMITS[dtype.value]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from via_sd.masks import Mask, Record
+from via_sd.masks import Mask, Record, improvements
 from via_sd.tools.console import CommandError
 from via_sd.tools.search_front import FrontPoint
 
@@ -25,10 +25,7 @@ def plot_search(records: Sequence[Record], budget: int, mask: Mask, path: Path) 
         chosen = [(i + 1, r.cost) for i, r in enumerate(records) if r.kind == kind]
         if chosen:
             costs.scatter(*zip(*chosen, strict=True), s=12, color=colour, label=kind)
-    best: list[tuple[int, float]] = []
-    for index, record in enumerate(records):
-        if len(record.skipped) == budget and (not best or record.cost < best[-1][1]):
-            best.append((index + 1, record.cost))
+    best = [(number, record.cost) for number, record in improvements(records, budget)]
     if best:
         best.append((len(records), best[-1][1]))
         costs.step(*zip(*best, strict=True), where="post", color="black", linewidth=1, label="best so far")

@@ -19,8 +19,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from via_sd.masks import OBJECTIVES, Mask, Record, SearchResult, Space, read_mask, search
+from via_sd.masks import OBJECTIVES, Mask, SearchResult, Space, improvements, read_mask, search
 from via_sd.tools.console import CommandError, command, err, out
+from via_sd.tools.options import Threads
 from via_sd.tools.planted import MASK_FILE, evenly, plant, scattered
 from via_sd.tools.prompts import read_prompts
 from via_sd.tools.search_cache import EvaluationCache, OutOfTimeError
@@ -71,13 +72,8 @@ class Problem:
 
 def evaluations_to(result: SearchResult, wanted: Callable[[Mask], bool]) -> int | None:
     """After how many evaluations the best mask so far was a `wanted` one; None if it never was."""
-    best: Record | None = None
-    for index, record in enumerate(result.records, start=1):
-        if len(record.skipped) == result.space.budget and (best is None or record.cost < best.cost):
-            best = record
-            if wanted(result.space.mask(record.skipped)):
-                return index
-    return None
+    best = improvements(result.records, result.space.budget)
+    return next((number for number, record in best if wanted(result.space.mask(record.skipped))), None)
 
 
 @command
@@ -91,7 +87,7 @@ def main(
     seeds: Annotated[int, typer.Option(help="Searches of each kind.")] = 5,
     window: Annotated[int, typer.Option(help="Tokens that are scored; the cost is always measured over 1000.")] = 300,
     seconds: Annotated[float | None, typer.Option(help="Evaluate no longer than this; run again to go on.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of one pass.", show_default="physical cores")] = None,
+    threads: Threads = None,
 ) -> None:
     """Print the tables of docs/search.md."""
     chosen = tables.split(",")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from via_sd.masks import OBJECTIVES, DistributionEvaluator, Evaluation, Mask, objective_by_name
+from via_sd.masks.files import write_whole
 from via_sd.tools.calibration import CalibrationText
 from via_sd.tools.evaluator import greedy_texts, load_search_model, open_evaluator
 from via_sd.tools.search_session import keep_bits
@@ -67,7 +68,7 @@ class EvaluationCache:
         if self._file.exists():
             *lines, cut_off = self._file.read_text(encoding="utf-8").split("\n")
             if cut_off:  # by a kill
-                _write(self._file, "".join(f"{line}\n" for line in lines))
+                write_whole(self._file, "".join(f"{line}\n" for line in lines))
             for entry in map(json.loads, lines):
                 self._known[int(entry["keep"], 16)] = MaskCosts(entry["costs"], entry["agreement"])
 
@@ -97,7 +98,7 @@ class EvaluationCache:
         if self._evaluator is None:
             model = load_search_model(self._model, threads=self._threads)
             texts = stored_texts(self._text_file, lambda: greedy_texts(model, self._prompts, self._window))
-            self._evaluator = open_evaluator(model, texts, objective="via", alpha=0.5, beta=0.3, threads=self._threads)
+            self._evaluator = open_evaluator(model, texts, threads=self._threads)
         return self._evaluator
 
 
@@ -105,16 +106,9 @@ def stored_texts(file: Path, make: Callable[[], list[CalibrationText]]) -> list[
     """The texts in `file`, made and written there if there is none."""
     if not file.exists():
         data = [{"tokens": text.tokens, "start": text.start} for text in make()]
-        _write(file, json.dumps(data) + "\n")
+        write_whole(file, json.dumps(data) + "\n")
     stored = json.loads(file.read_text(encoding="utf-8"))
     return [CalibrationText(tuple(text["tokens"]), text["start"]) for text in stored]
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a file that appears whole or not at all."""
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
 
 
 class CachedEvaluator:

@@ -43,7 +43,7 @@ def measure_cost(
         loaded = time.monotonic()
         texts = stored_texts(work / "cost-text.json", lambda: greedy_texts(model, prompts, WINDOW))
         answered = time.monotonic()
-        evaluator = open_evaluator(model, texts, objective="via", alpha=0.5, beta=0.3, threads=threads)
+        evaluator = open_evaluator(model, texts, threads=threads)
         masked = evaluator.model
         assert isinstance(masked, MaskedText)
         ready = time.monotonic()

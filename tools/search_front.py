@@ -189,7 +189,7 @@ def drafter_distributions(
             f"drafter {drafter} has {other.session.vocab_size} tokens, the verifier {model.session.vocab_size}; "
             "wanted a drafter with the verifier's vocabulary"
         )
-    return open_evaluator(other, texts, objective="kl", alpha=0, beta=1, threads=threads).full
+    return open_evaluator(other, texts, objective="kl", threads=threads).full
 
 
 def _lookup(texts: Sequence[CalibrationText], vocab_size: int) -> LookupDistributions:

@@ -21,7 +21,7 @@ from via_sd.export.portable.unroute import UnroutePass
 from via_sd.export.tokenizer import export_tokenizer
 from via_sd.export.weights import save_graph, write_weights
 from via_sd.runtime import load_bundle
-from via_sd.tools.console import BAD_INPUT, expected_failures
+from via_sd.tools.console import BAD_INPUT, EXPECTED_FAILURES
 from via_sd.tools.search_session import DESCRIPTION_FILE, GRAPH_FILE, HIDDEN, RESUME, boundary_output
 
 
@@ -142,7 +142,7 @@ def main() -> int:
     verifier, directory = sys.argv[1:]
     try:
         build(verifier, Path(directory))
-    except expected_failures() as error:
+    except EXPECTED_FAILURES as error:
         sys.stderr.write(str(error))
         return BAD_INPUT
     return 0

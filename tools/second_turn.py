@@ -1,6 +1,6 @@
 """Time to the first token of a second chat turn, with the first turn's KV re-used and without.
 
-    python -m via_sd.tools.second_turn BUNDLE
+    python -m via_sd.tools.second_turn BUNDLE --prompts PROMPTS
 
 Both pipelines answer the same turns in turn, in one process. The history is the text of the prompts given, repeated
 and cut to length; the second turn adds the first answer and a short question to it.
@@ -17,6 +17,7 @@ import typer
 
 from via_sd.runtime import Pipeline
 from via_sd.tools.console import command, out
+from via_sd.tools.options import Threads
 from via_sd.tools.prompts import read_prompts
 
 _QUESTION = "Which of these would you do first, and why?"
@@ -28,15 +29,14 @@ def second_turn(
     prompts: Annotated[Path, typer.Option(help="JSON lines whose prompts make up the history.", metavar="<path>")],
     history: Annotated[int, typer.Option(help="Tokens of the first turn.", metavar="<int>")] = 900,
     repeats: Annotated[int, typer.Option(help="Conversations measured.", metavar="<int>")] = 7,
-    threads: Annotated[int | None, typer.Option(help="Threads of one pass.", metavar="<int>")] = None,
+    threads: Threads = None,
 ) -> None:
     """Measure what prefix re-use saves a second chat turn."""
     reusing = Pipeline.load(bundle, threads=threads, max_sequences=1, retained_slots=1)
     fresh = Pipeline.load(bundle, threads=threads, max_sequences=1, retained_slots=0)
     text = "\n".join(prompt.text for prompt in read_prompts(prompts))
-    tokens = len(reusing.encode(text))
-    text *= math.ceil(history / tokens)
-    text = text[: round(len(text) * history / (tokens * math.ceil(history / tokens)))]
+    share = history / len(reusing.encode(text))  # of the prompts' text, several times over if it is short
+    text = (text * math.ceil(share))[: round(len(text) * share)]
     waited: dict[str, list[float]] = {"with": [], "without": []}
     for repeat in range(repeats):
         first = [{"role": "user", "content": f"Conversation {repeat}. {text}"}]

@@ -16,17 +16,15 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from via_sd.export.check import compare_logits
+from via_sd.export.check import compare_logits, reference_steps
 from via_sd.export.errors import ExportError
-from via_sd.export.passes.attention_semantics import semantics_of
+from via_sd.export.reference import load_reference
 from via_sd.masks import Mask
 from via_sd.runtime.engine import ReadableEngine
 from via_sd.tools.console import CommandError
 
 OURS, REFERENCE = "via-sd", "transformers"
 _TOKENS = "input_ids"
-#: Tokens of the prefill (more where a window is wider), and of the steps behind it.
-_PREFILL, _STEPS = 40, (5, 1, 1)
 #: Text as a model knows it: on random tokens rounding and quantisation do far more than they ever do in use.
 TEXT = (
     "The lighthouse stands on a rock at the mouth of the bay. Every evening its keeper climbs the stairs, counts them, "
@@ -117,9 +115,9 @@ def validate_model(
     """
     _polygraphy()
     progress("loading the checkpoint in transformers", None)
-    steps = _steps(config, engine.max_seq_len)
+    steps = reference_steps(config, engine.max_seq_len)
     tokens = np.resize(np.array(tokenizer.encode(TEXT).ids, np.int64), sum(steps))  # repeated where it is too short
-    model = _transformers_model(checkpoint)
+    model = load_reference(checkpoint)
     number = int(engine.kv["num_layers"])
     reports = []
     for tier in engine.tiers:
@@ -147,13 +145,6 @@ class _Task:
         for size in self.steps:
             yield f"logits of {size} at {past}", past, past + size
             past += size
-
-
-def _steps(config: Mapping[str, Any], max_seq_len: int) -> list[int]:
-    """Sizes of the steps in which the text is fed; the prefill reaches past every attention window."""
-    windows = [s.window for s in semantics_of(dict(config)) if 0 < s.window < max_seq_len]
-    steps = [step for step in _STEPS if max_seq_len > _PREFILL]
-    return [min(max([_PREFILL, *(window + 8 for window in windows)]), max_seq_len - sum(steps)), *steps]
 
 
 def _compare(engine: ReadableEngine, model: Any, task: _Task, tokens: np.ndarray, tolerance: Tolerance) -> TierReport:
@@ -211,21 +202,6 @@ def _their_outputs(model: Any, task: _Task, tokens: np.ndarray) -> dict[str, np.
         for part, values in zip(task.parts, (kept.keys, kept.values), strict=True):
             outputs[f"{part} of layer {layer}"] = values[0].numpy()
     return outputs
-
-
-def _transformers_model(checkpoint: Path) -> Any:
-    """The checkpoint in transformers: float32, eager attention."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
-    finally:
-        if shown:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager

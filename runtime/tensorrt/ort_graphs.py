@@ -6,7 +6,6 @@ weights serves every session; KV buffers are bound as input and output, so that 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 from via_sd.runtime.bundle import Bundle
 from via_sd.runtime.engine import FULL
 from via_sd.runtime.errors import BundleError
+from via_sd.runtime.ort import onnxruntime, open_session, session_options
 from via_sd.runtime.tensorrt.files import EngineFiles, read_engine_files
 from via_sd.runtime.tensorrt.steps import StepPlanner
 
@@ -51,23 +51,18 @@ def load_graphs(
         raise BundleError(
             f"the graphs in {files.folder} are {dtype}, for which numpy has no type; build them with --dtype fp16"
         )
-    try:
-        ort = importlib.import_module("onnxruntime")
-    except ImportError:
-        raise BundleError(
-            "graphs run on ONNX Runtime, which is not installed: pip install 'via-sd-export[gpu]'"
-        ) from None
     name, device = PROVIDERS[provider]
-    if name not in ort.get_available_providers():
+    available = onnxruntime().get_available_providers()
+    if name not in available:
         raise BundleError(
-            f"this ONNX Runtime has no {name}, only {', '.join(ort.get_available_providers())}; "
+            f"this ONNX Runtime has no {name}, only {', '.join(available)}; "
             "pip install 'via-sd-export[gpu]' in an environment without the [cpu] extra"
         )
     data = np.memmap(files.folder / files.manifest["weights"]["file"], np.uint8, mode="r")
     weights = data if provider in _SHARE_WEIGHTS else None
 
     def engine(model: str) -> GraphEngine:
-        return GraphEngine(files, model, ort, (name, device), weights, threads)
+        return GraphEngine(files, model, (name, device), weights, threads)
 
     return engine("verifier"), engine("drafter") if files.engines_of("drafter") else None
 
@@ -86,13 +81,12 @@ class GraphEngine:
         self,
         files: EngineFiles,
         model: str,
-        ort: Any,
         provider: tuple[str, str],
         weights: np.ndarray | None,
         threads: int | None,
     ) -> None:
         manifest = files.manifest
-        self.ort, self.device = ort, provider[1]
+        self._device = provider[1]
         self.kv: dict[str, Any] = manifest["kv"][model]
         self.vocab_size = int(manifest["vocab_size"][model])
         self.max_seq_len = int(manifest["max_seq_len"][model])
@@ -100,17 +94,11 @@ class GraphEngine:
         self._weights = {} if weights is None else self._on_device(manifest["weights"]["tensors"][model], weights)
         self.sessions: dict[str, Any] = {}
         for name in files.engines_of(model):
-            options = ort.SessionOptions()
-            options.log_severity_level = 3
-            options.intra_op_num_threads = threads or 0
+            options = session_options(threads)
             for weight in manifest["engines"][name]["weights"] if self._weights else ():
                 options.add_initializer(weight, self._weights[weight])
-            path = str(files.folder / manifest["engines"][name]["graph"])
-            try:
-                session = ort.InferenceSession(path, options, providers=[provider[0]])
-            except Exception as error:  # ONNX Runtime raises its own kinds, none of them public
-                raise BundleError(f"ONNX Runtime cannot load {path} on {provider[0]}: {error}") from error
-            self.sessions[FULL if model == "drafter" else name] = session
+            graph = files.folder / manifest["engines"][name]["graph"]
+            self.sessions[FULL if model == "drafter" else name] = open_session(graph, options, provider[0])
         self.tiers = tuple(self.sessions)
 
     def new_slot(self) -> GraphSlot:
@@ -118,7 +106,7 @@ class GraphEngine:
 
     def value(self, array: np.ndarray) -> Any:
         """`array` where the provider's buffers are."""
-        return self.ort.OrtValue.ortvalue_from_numpy(array, self.device, 0)
+        return onnxruntime().OrtValue.ortvalue_from_numpy(array, self._device, 0)
 
     def _on_device(self, tensors: Sequence[dict[str, Any]], data: np.ndarray) -> dict[str, Any]:
         return {

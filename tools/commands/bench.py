@@ -9,9 +9,11 @@ from typing import Annotated
 import typer
 
 from via_sd.runtime import MODES, Pipeline
+from via_sd.runtime.backends import ONNXRUNTIME
 from via_sd.tools.bench import run_bench, summarise
 from via_sd.tools.commands.demo import comparison
 from via_sd.tools.console import CommandError, command, err, out, progress_bar
+from via_sd.tools.options import Backend, Threads, TrustEngines
 from via_sd.tools.prompts import read_prompts
 
 
@@ -27,13 +29,9 @@ def bench(
     alpha1: Annotated[float, typer.Option(help="Router: see generate.")] = 0.5,
     alpha2: Annotated[float, typer.Option(help="Router: see generate.")] = 0.3,
     router: Annotated[str, typer.Option(help="Router: see generate.")] = "adaptive",
-    threads: Annotated[int | None, typer.Option(help="Threads of one pass.", show_default="physical cores")] = None,
-    backend: Annotated[
-        str, typer.Option(help="What runs the graphs: onnxruntime, or what `build` made (see docs/tensorrt.md).")
-    ] = "onnxruntime",
-    trust_engines: Annotated[
-        bool, typer.Option("--trust-engines", help="Run TensorRT engines that were not built on this machine.")
-    ] = False,
+    threads: Threads = None,
+    backend: Backend = ONNXRUNTIME,
+    trust_engines: TrustEngines = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every figure there.")] = None,
 ) -> None:
     """Measure the decoding modes of BUNDLE on PROMPTS, greedy, modes in turn, in one run."""

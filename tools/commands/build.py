@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +11,8 @@ from rich.table import Table
 
 from via_sd.runtime import load_bundle
 from via_sd.runtime.tensorrt.trust import built_here, record_built, record_file
-from via_sd.tools.console import CommandError, command, err, out, progress_bar
+from via_sd.tools.console import CommandError, command, err, out, print_json, progress_bar
+from via_sd.tools.options import AsJson
 
 if TYPE_CHECKING:
     from via_sd.export.tensorrt import EngineSet
@@ -73,7 +72,7 @@ def build(
     embed_weights: Annotated[
         bool, typer.Option("--embed-weights", help="Put the weights into every engine instead of sharing one copy.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print exactly one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Build engines for every tier of BUNDLE, over one weights file; what has not changed is not built again."""
     load_bundle(bundle)
@@ -110,8 +109,7 @@ def build(
         },
     }
     if as_json:
-        json.dump(facts, sys.stdout)
-        sys.stdout.write("\n")
+        print_json(facts)
         return
     _show(facts)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +11,9 @@ from rich.style import Style
 from rich.text import Text
 
 from via_sd.runtime import Chunk, Completion, GenerationConfig, Pipeline
-from via_sd.tools.console import command, err, out
+from via_sd.runtime.backends import ONNXRUNTIME
+from via_sd.tools.console import command, err, out, print_json
+from via_sd.tools.options import AsJson, Backend, Threads, TrustEngines
 
 #: Colour of a token by its tier.
 TIER_STYLES = {"draft": "green", "slim": "yellow", "full": "default"}
@@ -49,14 +49,10 @@ def generate(
     max_divergence: Annotated[
         float | None, typer.Option(help="Routed: tighten the router above this share of differing tokens.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of one pass.", show_default="physical cores")] = None,
-    backend: Annotated[
-        str, typer.Option(help="What runs the graphs: onnxruntime, or what `build` made (see docs/tensorrt.md).")
-    ] = "onnxruntime",
-    trust_engines: Annotated[
-        bool, typer.Option("--trust-engines", help="Run TensorRT engines that were not built on this machine.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print exactly one JSON object.")] = False,
+    threads: Threads = None,
+    backend: Backend = ONNXRUNTIME,
+    trust_engines: TrustEngines = False,
+    as_json: AsJson = False,
 ) -> None:
     """Generate text from BUNDLE."""
     config = GenerationConfig(
@@ -81,8 +77,7 @@ def generate(
     )
     pipeline = Pipeline.load(bundle, backend=backend, threads=threads, max_sequences=1, trust_engines=trust_engines)
     if as_json:
-        json.dump(pipeline.generate(prompt, config).to_json(), sys.stdout, ensure_ascii=False)
-        sys.stdout.write("\n")
+        print_json(pipeline.generate(prompt, config).to_json(), ensure_ascii=False)
         return
     stream = pipeline.stream(prompt, config)
     for chunk in stream:

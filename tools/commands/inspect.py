@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,21 +11,21 @@ from rich.table import Table
 
 from via_sd.masks import Mask, read_mask
 from via_sd.runtime import Bundle, load_bundle
-from via_sd.tools.console import CommandError, command, out
+from via_sd.tools.console import CommandError, command, out, print_json
+from via_sd.tools.options import AsJson
 
 
 @command
 def inspect(
     path: Annotated[Path, typer.Argument(help="Bundle directory or mask file.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print exactly one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what a BUNDLE or a MASK is; a bundle's files are checked against their hashes."""
     if not path.exists():
         raise CommandError(f"{path} does not exist; wanted a bundle directory or a mask file")
     facts = _bundle_facts(load_bundle(path)) if path.is_dir() else _mask_facts(read_mask(path))
     if as_json:
-        json.dump(facts, sys.stdout, ensure_ascii=False)
-        sys.stdout.write("\n")
+        print_json(facts, ensure_ascii=False)
         return
     table = Table(show_header=False, box=None)
     for key, value in facts.items():

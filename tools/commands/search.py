@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
 from enum import Enum
 from importlib.metadata import version
@@ -14,6 +12,8 @@ import typer
 from rich.table import Table
 
 from via_sd.masks import (
+    DEFAULT_ALPHA,
+    DEFAULT_BETA,
     DEFAULT_OBJECTIVE,
     Mask,
     Record,
@@ -24,8 +24,9 @@ from via_sd.masks import (
 )
 from via_sd.masks import search as search_masks
 from via_sd.tools.calibration import DEFAULT_WINDOW
-from via_sd.tools.console import CommandError, command, err, out, progress_bar
+from via_sd.tools.console import CommandError, command, err, out, print_json, progress_bar
 from via_sd.tools.evaluator import Progress, SearchModel, file_text, greedy_texts, load_search_model, open_evaluator
+from via_sd.tools.options import AsJson, Threads
 from via_sd.tools.plots import plot_front, plot_search, pyplot
 from via_sd.tools.prompts import read_prompts
 from via_sd.tools.search_front import FrontPoint, Measurements, drafter_distributions
@@ -64,8 +65,8 @@ def search(
     skip_ratio: Annotated[str, typer.Option(metavar="X[,X…]", help="Share of the layers to skip.")] = "0.45",
     granularity: Annotated[Granularity, typer.Option(help="What is skipped whole.")] = Granularity.layer,
     objective: Annotated[Objective, typer.Option(help="What a mask costs.")] = _OBJECTIVE,
-    alpha: Annotated[float, typer.Option(help="Of the objective: 0 <= alpha < 1.")] = 0.5,
-    beta: Annotated[float, typer.Option(help="Of the objective: 0 < beta <= 1.")] = 0.3,
+    alpha: Annotated[float, typer.Option(help="Of the objective: 0 <= alpha < 1.")] = DEFAULT_ALPHA,
+    beta: Annotated[float, typer.Option(help="Of the objective: 0 < beta <= 1.")] = DEFAULT_BETA,
     iterations: Annotated[int, typer.Option(help="Masks to evaluate for each skip ratio.")] = 200,
     theta: Annotated[int, typer.Option(help="Every so many iterations Bayesian optimisation proposes the mask.")] = 5,
     refine: Annotated[
@@ -77,9 +78,9 @@ def search(
         str, typer.Option(help="For the Delta criterion: `ngram`, `mask:FILE`, or a model with the vocabulary.")
     ] = "ngram",
     max_lag: Annotated[int, typer.Option(help="Tokens slim may run ahead of full; see the second agreement.")] = 64,
-    threads: Annotated[int | None, typer.Option(help="Threads of one pass.", show_default="physical cores")] = None,
+    threads: Threads = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a search that was interrupted.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print exactly one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Search the layers that VERIFIER can best do without; write masks, plots, and what each mask buys."""
     ratios = _ratios(skip_ratio)
@@ -138,8 +139,7 @@ def search(
         found = [
             {"path": str(f), "skip_ratio": p.skip_ratio, **p.mask.search} for f, p in zip(files, points, strict=True)
         ]
-        json.dump({"masks": found}, sys.stdout)
-        sys.stdout.write("\n")
+        print_json({"masks": found})
         return
     _show(points, drafter)
     for file in files:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,9 +12,10 @@ from tokenizers import Tokenizer
 
 from via_sd.masks import ModelIdentity
 from via_sd.runtime import load_bundle
-from via_sd.runtime.backends import BACKENDS, ONNXRUNTIME, open_engines
+from via_sd.runtime.backends import ONNXRUNTIME, open_engines
 from via_sd.runtime.engine import ReadableEngine
-from via_sd.tools.console import CheckFailedError, CommandError, command, out, progress_bar
+from via_sd.tools.console import CheckFailedError, CommandError, command, out, print_json, progress_bar
+from via_sd.tools.options import AsJson, Backend, TrustEngines
 
 if TYPE_CHECKING:
     from via_sd.tools.validate import TierReport
@@ -34,16 +33,14 @@ def validate(
     drafter_reference: Annotated[
         str | None, typer.Option(help="A model drafter's checkpoint; the drafter is left out without it.")
     ] = None,
-    backend: Annotated[str, typer.Option(help=f"What runs the bundle: {', '.join(BACKENDS)}.")] = ONNXRUNTIME,
+    backend: Backend = ONNXRUNTIME,
     layers: Annotated[
         int | None, typer.Option(help="Compare keys and values of the first N layers.", show_default="all", min=0)
     ] = None,
     atol: Annotated[float | None, typer.Option(help="Absolute tolerance.", show_default="by precision")] = None,
     rtol: Annotated[float | None, typer.Option(help="Relative tolerance.", show_default="by precision")] = None,
-    trust_engines: Annotated[
-        bool, typer.Option("--trust-engines", help="Run engines that were not built on this machine.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print exactly one JSON object.")] = False,
+    trust_engines: TrustEngines = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare every tier of BUNDLE with transformers: logits, keys and values, NaN and infinity."""
     from via_sd.export.frontend import open_checkpoint
@@ -93,8 +90,7 @@ def validate(
                 for name, reports in found.items()
             },
         }
-        json.dump(facts, sys.stdout)
-        sys.stdout.write("\n")
+        print_json(facts)
     else:
         for name, reports in found.items():
             _show(f"{name} on {backend}, {precision}, against transformers", reports)

@@ -1,0 +1,16 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from via_sd.runtime.backends import BACKENDS
+
+Threads = Annotated[int | None, typer.Option(help="Threads of one pass.", show_default="physical cores")]
+Backend = Annotated[str, typer.Option(help=f"What runs the bundle: {', '.join(BACKENDS)}.")]
+TrustEngines = Annotated[
+    bool, typer.Option("--trust-engines", help="Run TensorRT engines that were not built on this machine.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print exactly one JSON object.")]
