@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from via_sd.runtime.kv import Tape
+from via_sd.runtime.rows import HostRow, Row
 from via_sd.runtime.sampling import Processor, Purpose, draw, uniform
 
 
@@ -137,8 +138,8 @@ class ModelDrafter:
     Args:
         tape: KV the drafter runs on; the verifier's own for a mask.
         tier: which of the tape's tiers drafts.
-        vocabulary: number of real tokens; logits beyond are padding, cut off or filled up to `width`.
-        width: logits per row of the verifier.
+        vocabulary: number of real tokens; logits beyond are padding, cut off or filled up to the verifier's width.
+        widths: logits per row of the drafter, and of the verifier.
         cost: of one drafted token, in plain steps of the verifier.
         threshold: drafting stops before a token whose likeliest candidate has less probability than this.
     """
@@ -150,12 +151,13 @@ class ModelDrafter:
         processor: Processor,
         *,
         vocabulary: int,
-        width: int,
+        widths: tuple[int, int],
         cost: float,
         threshold: float = 0.4,
     ) -> None:
         self._tape, self._tier, self._processor = tape, tier, processor
-        self._vocabulary, self._width, self._threshold = vocabulary, width, threshold
+        self._vocabulary, self._width, self._threshold = vocabulary, widths[1], threshold
+        self._padding = widths != (vocabulary, vocabulary)
         self._draws = 0
         self.cost = cost
 
@@ -174,13 +176,13 @@ class ModelDrafter:
         context = list(sequence)
         params = self._processor.params
         while len(tokens) < limit:
-            logits = self._padded(self._tape.run(self._tier, context, 1)[0])
-            if tokens and _confidence(logits) < self._threshold:
+            row = self._real(self._tape.run(self._tier, context, 1)[0])
+            if tokens and 1 / row.mass < self._threshold:
                 break
             if params.greedy:
-                token, law = self._processor.best(logits[None], context)[0], None
+                token, law = self._processor.best(row, context), None
             else:
-                law = self._processor.law(logits, context)
+                law = self._processor.law(row.logits, context)
                 # Not keyed by engine calls: how many a long prompt takes depends on the prefix that was re-used.
                 self._draws += 1
                 token = draw(law, uniform(params.seed, self._draws, len(context), Purpose.DRAFT))
@@ -196,17 +198,11 @@ class ModelDrafter:
     def settle(self, length: int) -> None:
         self._tape.settle(length)
 
-    def _padded(self, logits: np.ndarray) -> np.ndarray:
-        """The row with padding masked out, as wide as the verifier's."""
-        if len(logits) == self._width and self._vocabulary >= self._width:
-            return logits
-        row = np.full(self._width, -np.inf, np.float32)
-        real = min(self._vocabulary, self._width, len(logits))
-        row[:real] = logits[:real]
-        return row
-
-
-def _confidence(logits: np.ndarray) -> float:
-    """Probability of the likeliest token at temperature 1."""
-    peak = logits.max()
-    return float(1.0 / np.exp(logits - peak).sum())
+    def _real(self, row: Row) -> Row:
+        """The row with padding masked out, as wide as the verifier's; unchanged where padding makes no difference."""
+        if not self._padding or (self._processor.needs_only_best and row.best < self._vocabulary):
+            return row
+        logits = np.full(self._width, -np.inf, np.float32)
+        real = min(self._vocabulary, self._width, len(row.logits))
+        logits[:real] = row.logits[:real]
+        return HostRow(logits)

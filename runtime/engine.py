@@ -7,20 +7,22 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from via_sd.runtime.rows import Row
+
 FULL = "full"
 
 
 class Slot(Protocol):
     """One sequence's KV buffers, [1, heads, max_seq_len, head_dim] per layer and part, updated in place."""
 
-    def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> np.ndarray:
-        """Feed `tokens` at positions `past`, `past + 1`, … and return logits of the last `rows` of them.
+    def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> Sequence[Row]:
+        """Feed `tokens` at positions `past`, `past + 1`, … and return what follows the last `rows` of them.
 
         What the buffers hold from position `past` on is overwritten. A slot serves one thread at a time; different
         slots of an engine may run at once.
 
         Returns:
-            float32 [rows, vocab_size], a view that the next call on this slot overwrites.
+            A row for each of them; the next call on this slot makes them void.
         """
         ...
 

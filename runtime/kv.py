@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
-import numpy as np
-
 from via_sd.runtime.engine import Engine, Slot
 from via_sd.runtime.errors import BusyError
+from via_sd.runtime.rows import Row
 
 #: Tokens fed at once during prefill: enough to keep the cores busy, little enough to bound activations.
 PREFILL_CHUNK = 512
@@ -154,11 +153,11 @@ class Tape:
         self.seen.wrote(tiers[0], reused)
         self.usage = {tier: Usage() for tier in tiers}
 
-    def run(self, tier: str, sequence: Sequence[int], rows: int) -> np.ndarray:
+    def run(self, tier: str, sequence: Sequence[int], rows: int) -> Sequence[Row]:
         """Feed `tier` whatever of `sequence` it has not seen.
 
         Returns:
-            float32 [rows, vocab]: logits after each of the last `rows` tokens, a view the next call overwrites.
+            What follows each of the last `rows` tokens; the next call makes it void.
         """
         start = self.seen[tier]
         usage = self.usage[tier]
@@ -168,18 +167,18 @@ class Tape:
             self._forward(tier, sequence[start : start + PREFILL_CHUNK], start, 1, usage)
             start += PREFILL_CHUNK
             self.seen.wrote(tier, start)
-        logits = self._forward(tier, sequence[start:], start, rows, usage)
+        found = self._forward(tier, sequence[start:], start, rows, usage)
         self.seen.wrote(tier, len(sequence))
-        return logits
+        return found
 
     def settle(self, length: int) -> None:
         """End a round at `length` tokens: the last one was fed to nobody yet, what lies behind it is void."""
         self.seen.rollback(length - 1)
 
-    def _forward(self, tier: str, tokens: Sequence[int], past: int, rows: int, usage: Usage) -> np.ndarray:
+    def _forward(self, tier: str, tokens: Sequence[int], past: int, rows: int, usage: Usage) -> Sequence[Row]:
         begun = perf_counter()
-        logits = self._buffers.forward(tier, tokens, past, rows)
+        found = self._buffers.forward(tier, tokens, past, rows)
         usage.seconds += perf_counter() - begun
         usage.calls += 1
         usage.tokens += len(tokens)
-        return logits
+        return found

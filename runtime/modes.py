@@ -5,7 +5,7 @@ What is fed to which tier after each event is the table of DESIGN section 5.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from itertools import repeat
 
 import numpy as np
@@ -14,6 +14,7 @@ from via_sd.runtime.drafters import Draft
 from via_sd.runtime.engine import FULL
 from via_sd.runtime.payoff import CascadeBlock, SlimOrFull
 from via_sd.runtime.router import Route
+from via_sd.runtime.rows import Row
 from via_sd.runtime.run import Item, Run
 from via_sd.runtime.sampling import Purpose
 
@@ -151,11 +152,11 @@ class _Audit:
         self._run = run
         self._laws: list[np.ndarray] = []  # slim's laws of the tokens it let through (temperature > 0)
 
-    def let_through(self, item: Item, row: np.ndarray) -> bool:
+    def let_through(self, item: Item, row: Row) -> bool:
         """Emit a token on slim's word."""
         run = self._run
         if not run.processor.params.greedy:
-            self._laws.append(run.processor.law(row, run.tokens))
+            self._laws.append(run.processor.law(row.logits, run.tokens))
         return run.push(item, row, checked=False)
 
     def escalate(self, draft: Draft) -> int:
@@ -173,16 +174,16 @@ class _Audit:
         if unseen > 0:
             self._compare(run.forward(FULL, run.tokens[:-1], unseen))
 
-    def _compare(self, rows: np.ndarray) -> None:
+    def _compare(self, rows: Sequence[Row]) -> None:
         """Compare full's `rows` with the last len(rows) emitted tokens: argmax, or the overlap of the laws."""
         run = self._run
         count = len(rows)
         before, audited = run.tokens[: len(run.tokens) - count], run.tokens[len(run.tokens) - count :]
         if run.processor.params.greedy:
-            best = run.processor.best(rows, before, audited)
+            best = (run.processor.best(row, before, audited[:j]) for j, row in enumerate(rows))
             apart = [float(b != token) for b, token in zip(best, audited, strict=True)]
         else:
-            laws = [run.processor.law(row, before, audited[:j]) for j, row in enumerate(rows)]
+            laws = [run.processor.law(row.logits, before, audited[:j]) for j, row in enumerate(rows)]
             apart = [1 - float(np.minimum(q, u).sum()) for q, u in zip(laws, self._laws, strict=True)]
             self._laws.clear()
         run.stats.checked += count

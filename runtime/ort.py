@@ -11,6 +11,7 @@ import numpy as np
 
 from via_sd.runtime.engine import FULL
 from via_sd.runtime.errors import BundleError
+from via_sd.runtime.rows import HostRow
 
 _STEP_TOKENS = 64  # the size the token buffer starts with; prefill chunks enlarge it
 
@@ -78,7 +79,7 @@ class OrtSlot:
         self._bind_step(1, 1)
         self._tier = FULL
 
-    def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> np.ndarray:
+    def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> list[HostRow]:
         """See `Slot.forward`."""
         if (len(tokens), rows) != self._bound:
             self._bind_step(len(tokens), rows)
@@ -101,7 +102,7 @@ class OrtSlot:
         self._bind_input("input_ids", self._input_ids)
         self._num_logits[0] = rows
         self._binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
-        self._rows: np.ndarray = logits[0]
+        self._rows = [HostRow(row) for row in logits[0]]
         self._bound = (count, rows)
 
     def keys_values(self, layer: int) -> np.ndarray:

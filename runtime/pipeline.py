@@ -241,15 +241,20 @@ class Pipeline:
             return NgramDrafter()
         if described["kind"] == "mask":
             return ModelDrafter(
-                tapes.verifier, described["tier"], processor, vocabulary=width, width=width, cost=_MASK_DRAFTER_COST
+                tapes.verifier,
+                described["tier"],
+                processor,
+                vocabulary=width,
+                widths=(width, width),
+                cost=_MASK_DRAFTER_COST,
             )
-        if described["kind"] == "model" and tapes.drafter is not None:
+        if described["kind"] == "model" and tapes.drafter is not None and self._drafter is not None:
             return ModelDrafter(
                 tapes.drafter,
                 FULL,
                 processor,
                 vocabulary=described["shared_vocab"],
-                width=width,
+                widths=(self._drafter.vocab_size, width),
                 cost=_MODEL_DRAFTER_COST,
             )
         raise BundleError(f"drafter kind {described['kind']!r} is not known; export the bundle with this release")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
-import numpy as np
-
 from via_sd.runtime.errors import RequestError
+from via_sd.runtime.rows import Row
 
 
 class Route(Enum):
@@ -36,18 +36,17 @@ class Gates:
             if not 0 <= value <= 1:
                 raise RequestError(f"{name} is {value}, wanted 0 to 1")
 
-    def route(self, logits: np.ndarray, token: int, tightening: float = 1.0) -> Route:
-        """Decide for `token` after slim's row `logits` float32 [vocab]; `tightening` scales both thresholds."""
-        if not self.is_sure(logits, tightening):
+    def route(self, row: Row, token: int, tightening: float = 1.0) -> Route:
+        """Decide for `token` after slim's `row`; `tightening` scales both thresholds."""
+        if not self.is_sure(row, tightening):
             return Route.ESCALATE
         # q'(v) / max q' needs no normalisation.
-        relative = float(np.exp(logits[token] - logits.max()))
+        relative = math.exp(row.gap(token))
         return Route.ACCEPT if relative >= 1 - self.alpha1 * tightening else Route.REGENERATE
 
-    def is_sure(self, logits: np.ndarray, tightening: float = 1.0) -> bool:
+    def is_sure(self, row: Row, tightening: float = 1.0) -> bool:
         """The outer gate: slim's likeliest token has at least probability 1 - alpha2."""
-        peak = logits.max()
-        return float(np.exp(logits - peak).sum()) * (1 - self.alpha2 * tightening) <= 1.0
+        return row.mass * (1 - self.alpha2 * tightening) <= 1.0
 
 
 class DivergenceGuard:

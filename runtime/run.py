@@ -12,6 +12,7 @@ from via_sd.runtime.engine import FULL
 from via_sd.runtime.gamma import AdaptiveGamma, StepCost
 from via_sd.runtime.kv import Tape
 from via_sd.runtime.router import DivergenceGuard, Gates
+from via_sd.runtime.rows import Row
 from via_sd.runtime.sampling import Processor, Purpose, acceptance, draw, residual, uniform
 from via_sd.runtime.stats import Stats
 
@@ -51,7 +52,7 @@ class Run:
 
     Attributes:
         tokens: prompt and everything emitted.
-        emit: takes an emitted token, its tier and the logits it was judged by; False if it completes the text.
+        emit: takes an emitted token, its tier and the row it was judged by; False if it completes the text.
         remaining: tokens that may still be emitted.
         capacity: positions the KV buffers hold.
         stop_tokens: tokens that end the text.
@@ -68,7 +69,7 @@ class Run:
     drafter: Drafter
     gamma: AdaptiveGamma
     processor: Processor
-    emit: Callable[[int, str, np.ndarray], bool]
+    emit: Callable[[int, str, Row], bool]
     stats: Stats
     remaining: int
     capacity: int
@@ -84,7 +85,7 @@ class Run:
     done: bool = False
     attempt: int = 0
 
-    def forward(self, tier: str, sequence: Sequence[int], rows: int) -> np.ndarray:
+    def forward(self, tier: str, sequence: Sequence[int], rows: int) -> Sequence[Row]:
         """A pass of a verifier tier; see `Tape.run`."""
         self.attempt += 1
         return self.tape.run(tier, sequence, rows)
@@ -112,8 +113,8 @@ class Run:
         self.gamma.learn(situation, judged, kept)
         self.stats.block(judged, kept)
 
-    def push(self, item: Item, row: np.ndarray, *, checked: bool = True) -> bool:
-        """Emit one token that was judged by logits `row`; False once the text is complete.
+    def push(self, item: Item, row: Row, *, checked: bool = True) -> bool:
+        """Emit one token that was judged by `row`; False once the text is complete.
 
         `checked` says whether the full verifier has judged it.
         """
@@ -138,33 +139,34 @@ class Run:
         self.tape.settle(length)
         self.drafter.settle(length)
 
-    def choose(self, row: np.ndarray, context: Sequence[int], purpose: Purpose) -> int:
-        """A tier's own token to follow `context`, from its logits `row` [vocab]."""
+    def choose(self, row: Row, context: Sequence[int], purpose: Purpose) -> int:
+        """A tier's own token to follow `context`, from its `row`."""
         params = self.processor.params
         if params.greedy:
-            return self.processor.best(row[None], context)[0]
-        return draw(self.processor.law(row, context), uniform(params.seed, self.attempt, len(context), purpose))
+            return self.processor.best(row, context)
+        return draw(self.processor.law(row.logits, context), uniform(params.seed, self.attempt, len(context), purpose))
 
-    def test(self, rows: np.ndarray, draft: Draft, context: Sequence[int], test: Purpose, replace: Purpose) -> Verdict:
+    def test(
+        self, rows: Sequence[Row], draft: Draft, context: Sequence[int], test: Purpose, replace: Purpose
+    ) -> Verdict:
         """The lossless test of a draft (Leviathan et al. 2023, Algorithm 1; Chen et al. 2023, Algorithm 2).
 
         Whatever law the draft was drawn from, the kept tokens and the verifier's own are distributed as the verifier's.
 
         Args:
-            rows: the verifier's logits, [len(draft) + 1, vocab]; row j follows `context` and j drafted tokens.
+            rows: the verifier's, len(draft) + 1; row j follows `context` and j drafted tokens.
             test, replace: key the random numbers of the tests and of the verifier's own token.
         """
-        params, tokens = self.processor.params, draft.tokens
+        params, tokens, kept = self.processor.params, draft.tokens, 0
         if params.greedy:
-            best = self.processor.best(rows, context, tokens)
-            kept = 0
-            while kept < len(tokens) and best[kept] == tokens[kept]:
+            best = self.processor.best(rows[0], context)
+            while kept < len(tokens) and best == tokens[kept]:
                 kept += 1
-            return Verdict(kept, best[kept], [])
+                best = self.processor.best(rows[kept], context, tokens[:kept])
+            return Verdict(kept, best, [])
         laws: list[np.ndarray] = []
-        kept = 0
         while True:
-            law = self.processor.law(rows[kept], context, tokens[:kept])
+            law = self.processor.law(rows[kept].logits, context, tokens[:kept])
             laws.append(law)
             position = len(context) + kept
             if kept == len(tokens):
@@ -176,13 +178,13 @@ class Run:
             kept += 1
         return Verdict(kept, draw(law, uniform(params.seed, self.attempt, position, replace)), laws)
 
-    def verify(self, draft: Draft, rows: np.ndarray) -> Verdict:
+    def verify(self, draft: Draft, rows: Sequence[Row]) -> Verdict:
         """Test `draft` against the full verifier's `rows` and emit what follows from it."""
         verdict = self.test(rows, draft, self.tokens, Purpose.FULL_TEST, Purpose.FULL_TOKEN)
         self.conclude([Item(token, "draft") for token in draft.tokens], verdict, rows)
         return verdict
 
-    def conclude(self, items: Sequence[Item], verdict: Verdict, rows: np.ndarray) -> None:
+    def conclude(self, items: Sequence[Item], verdict: Verdict, rows: Sequence[Row]) -> None:
         """Emit the items the full verifier kept, then its own token, up to where the text ends."""
         for item, row in zip(items[: verdict.kept], rows, strict=False):
             if not self.push(item, row):

@@ -14,6 +14,7 @@ from enum import IntEnum
 import numpy as np
 
 from via_sd.runtime.errors import RequestError
+from via_sd.runtime.rows import Row
 
 
 @dataclass(frozen=True)
@@ -79,15 +80,16 @@ class Processor:
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
 
-    def best(self, logits: np.ndarray, context: Sequence[int], draft: Sequence[int] = ()) -> list[int]:
-        """Greedy tokens of consecutive rows: row j follows `context` and the first j tokens of `draft`.
+    @property
+    def needs_only_best(self) -> bool:
+        """Whether a token takes no more of its row than the best."""
+        return self.params.greedy and self.params.repetition_penalty == 1
 
-        Args:
-            logits: float32 [rows, vocab].
-        """
-        if self.params.repetition_penalty != 1 and len(logits):
-            logits = np.stack([self._penalised(row, context, draft[:j]) for j, row in enumerate(logits)])
-        return [int(token) for token in logits.argmax(-1)]
+    def best(self, row: Row, context: Sequence[int], draft: Sequence[int] = ()) -> int:
+        """The greedy token of a row that follows `context` and then `draft`."""
+        if self.params.repetition_penalty == 1:
+            return row.best
+        return int(self._penalised(row.logits, context, draft).argmax())
 
     def law(self, logits: np.ndarray, context: Sequence[int], draft: Sequence[int] = ()) -> np.ndarray:
         """The law of one row, float64 [vocab], that follows `context` and then `draft`; needs temperature > 0."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from via_sd.runtime.errors import RequestError
 from via_sd.runtime.gamma import AdaptiveGamma
 from via_sd.runtime.modes import MODES
 from via_sd.runtime.router import DivergenceGuard, Gates
+from via_sd.runtime.rows import Row
 from via_sd.runtime.run import Run
 from via_sd.runtime.sampling import Processor, SamplingParams
 from via_sd.runtime.stats import Stats
@@ -101,7 +103,7 @@ class _Output:
     def stop_tokens(self) -> frozenset[int]:
         return self._eos
 
-    def emit(self, token: int, tier: str, row: np.ndarray) -> bool:
+    def emit(self, token: int, tier: str, row: Row) -> bool:
         """See `Run.emit`."""
         self._token_ids.append(token)
         self._tiers.append(tier)
@@ -179,11 +181,11 @@ def _account(stats: Stats, run: Run, tapes: Tapes) -> None:
     stats.finish()
 
 
-def _logprobs(row: np.ndarray, token: int, alternatives: int) -> TokenLogprobs:
-    shifted = row.astype(np.float64) - float(row.max())
-    logprobs = shifted - np.log(np.exp(shifted).sum())
+def _logprobs(row: Row, token: int, alternatives: int) -> TokenLogprobs:
+    normaliser = math.log(row.mass)
     top: list[tuple[int, float]] = []
     if alternatives:
-        best = np.argpartition(-logprobs, min(alternatives, len(logprobs) - 1))[:alternatives]
-        top = [(int(i), float(logprobs[i])) for i in best[np.argsort(-logprobs[best])]]
-    return TokenLogprobs(float(logprobs[token]), top)
+        logits = row.logits
+        best = np.argpartition(-logits, min(alternatives, len(logits) - 1))[:alternatives]
+        top = [(int(i), row.gap(i) - normaliser) for i in best[np.argsort(-logits[best])]]
+    return TokenLogprobs(row.gap(token) - normaliser, top)

@@ -21,6 +21,7 @@ from via_sd.export.check import compare_logits
 from via_sd.runtime import Pipeline, load_bundle
 from via_sd.runtime.backends import BACKENDS, ENGINES, ONNXRUNTIME, open_engines
 from via_sd.runtime.engine import Engine
+from via_sd.runtime.rows import logits_of
 from via_sd.runtime.tensorrt.cuda import Cuda
 from via_sd.tools.bench import run_bench, summarise
 from via_sd.tools.commands.build import Dtype, build_here
@@ -104,7 +105,7 @@ def compare_tiers(found: Engine, wanted: Engine, vocabulary: int) -> dict[str, d
         past = 0
         for count in STEPS:
             for slot, kept in zip(slots, logits, strict=True):
-                kept.append(slot.forward(tier, tokens[past : past + count], past, count).copy())
+                kept.append(logits_of(slot.forward(tier, tokens[past : past + count], past, count)))
             past += count
         found_logits, wanted_logits = (np.concatenate(kept) for kept in logits)
         results[tier] = {
@@ -115,7 +116,7 @@ def compare_tiers(found: Engine, wanted: Engine, vocabulary: int) -> dict[str, d
 
 
 def _step_times(engine: Engine, tier: str, tokens: Sequence[int]) -> dict[str, float]:
-    """Median milliseconds of a step of 1, 4, 8 and 16 tokens at an offset, logits of all of them on the host."""
+    """Median milliseconds of a step of 1, 4, 8 and 16 tokens at an offset, numbers of all of them on the host."""
     slot = engine.new_slot()
     slot.forward(tier, tokens, 0, 1)
     times = {}

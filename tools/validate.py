@@ -21,6 +21,7 @@ from via_sd.export.errors import ExportError
 from via_sd.export.reference import load_reference
 from via_sd.masks import Mask
 from via_sd.runtime.engine import ReadableEngine
+from via_sd.runtime.rows import logits_of
 from via_sd.tools.console import CommandError
 
 OURS, REFERENCE = "via-sd", "transformers"
@@ -182,7 +183,7 @@ def _report(name: str, result: Any) -> OutputReport:
 def _our_outputs(engine: ReadableEngine, task: _Task, tokens: np.ndarray) -> dict[str, np.ndarray]:
     slot, outputs = engine.new_slot(), {}
     for name, start, stop in task.spans():
-        outputs[name] = slot.forward(task.tier, tokens[start:stop].tolist(), start, stop - start).copy()
+        outputs[name] = logits_of(slot.forward(task.tier, tokens[start:stop].tolist(), start, stop - start))
     for layer in task.layers:
         for part, values in zip(task.parts, slot.keys_values(layer), strict=True):
             outputs[f"{part} of layer {layer}"] = values[:, : len(tokens)].copy()

@@ -3,5 +3,16 @@
 from via_sd.export.portable.attention import CACHE_SLOTS, POSITION_IDS
 from via_sd.export.portable.head import LOGIT_ROWS
 from via_sd.export.portable.lowering import DTYPES, OPSET, portable_dtype, to_portable
+from via_sd.export.portable.numbers import CANDIDATES, ROW_NUMBERS
 
-__all__ = ["CACHE_SLOTS", "DTYPES", "LOGIT_ROWS", "OPSET", "POSITION_IDS", "portable_dtype", "to_portable"]
+__all__ = [
+    "CACHE_SLOTS",
+    "CANDIDATES",
+    "DTYPES",
+    "LOGIT_ROWS",
+    "OPSET",
+    "POSITION_IDS",
+    "ROW_NUMBERS",
+    "portable_dtype",
+    "to_portable",
+]

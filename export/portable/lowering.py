@@ -7,6 +7,7 @@ exported graph (GroupQueryAttention, If, step lengths)
   -> StandardNormPass   skip norms as Add and RMSNormalization
   -> HeadPass           logits of the rows asked for, in float32
   -> CastPass           one dtype for weights, activations and KV
+  -> RowNumbersPass     what greedy decoding and the router look at, so that logits can stay where they are
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from via_sd.export.portable.attention import AttentionPass
 from via_sd.export.portable.cast import CastPass
 from via_sd.export.portable.head import HeadPass
 from via_sd.export.portable.norms import StandardNormPass
+from via_sd.export.portable.numbers import RowNumbersPass
 from via_sd.export.portable.unroute import UnroutePass
 from via_sd.masks import Mask
 
@@ -43,9 +45,10 @@ def to_portable(
       past its last position and costs time beyond that
     - `past_key_values.{layer}.key|value` T [batch, kv_heads, S_max, head_dim], for every layer that keeps its attention
     - `logit_rows` int64 [rows]: which of the step's tokens (0 to tokens - 1) to compute logits for
+    - `candidates` int64 [batch, rows]: for each of these a token that its numbers are to be about too
 
-    Outputs: `logits` float32 [batch, rows, vocab]; `present.{layer}.key|value`, shaped as the past and meant to be
-    bound to the same memory.
+    Outputs: `logits` float32 [batch, rows, vocab]; `row_numbers` float32 [batch, rows, 3], see `RowNumbersPass`;
+    `present.{layer}.key|value`, shaped as the past and meant to be bound to the same memory.
 
     Args:
         model: a decoder graph as an export leaves it (`lower` applied), routed or not, not quantised.
@@ -67,6 +70,7 @@ def to_portable(
     _drop_unused_weights(result.graph)
     _check_operators(result.graph)
     CastPass(portable_dtype(dtype))(result)
+    RowNumbersPass()(result)
     result.graph.opset_imports.clear()
     result.graph.opset_imports[""] = OPSET
     return result

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from via_sd.export.errors import ExportError
-from via_sd.export.portable import CACHE_SLOTS, LOGIT_ROWS, POSITION_IDS
+from via_sd.export.portable import CACHE_SLOTS, CANDIDATES, LOGIT_ROWS, POSITION_IDS
 from via_sd.export.tensorrt.library import Library
 from via_sd.export.tensorrt.log import BuildLog
 from via_sd.export.tensorrt.network import Network, parse_network
@@ -78,6 +78,8 @@ def _profile(network: Network, profile: Profile) -> Any:
             result.set_shape(tensor.name, *((visible,) for visible in profile.visible.corners))
         elif tensor.name == LOGIT_ROWS:
             result.set_shape(tensor.name, *((rows,) for rows in profile.rows.corners))
+        elif tensor.name == CANDIDATES:
+            result.set_shape(tensor.name, *((1, rows) for rows in profile.rows.corners))
         elif -1 in tuple(tensor.shape):
             shape = tuple(1 if size == -1 else size for size in tensor.shape)
             result.set_shape(tensor.name, shape, shape, shape)

@@ -1,4 +1,4 @@
-"""TensorRT engine: every tier's plan over one device copy of the weights, KV updated in place.
+"""TensorRT engine: every tier's plan over one device copy of the weights, KV updated in place, logits left there.
 
 Built and checked without a GPU; what of it has run on one is in docs/tensorrt.md.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,17 @@ import numpy as np
 from via_sd.runtime.bundle import Bundle
 from via_sd.runtime.engine import FULL
 from via_sd.runtime.errors import BundleError
+from via_sd.runtime.rows import HostRow, Row
 from via_sd.runtime.tensorrt.cuda import Cuda, DeviceError, DeviceMemory, PinnedArray, Stream, load_file
 from via_sd.runtime.tensorrt.files import EngineFiles, Host, check_host, read_engine_files
+from via_sd.runtime.tensorrt.rows import NUMBERS, device_rows
 from via_sd.runtime.tensorrt.steps import Step, StepPlanner
 
 _MODULES = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}
 _ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 _ALIGNMENT = 256  # of the address of an input
+#: Inputs that are new in every step.
+_STAGED = ("input_ids", "position_ids", "logit_rows", "candidates")
 #: Step sizes whose launches are kept as CUDA graphs, per slot.
 _MAX_GRAPHS = 64
 
@@ -116,30 +121,42 @@ class TensorRTSlot:
         self._contexts: dict[tuple[str, int], Any] = {}
         self._graphs: dict[tuple[str, int, int, int], Callable[[], None]] = {}
         self._seen_sizes: set[tuple[str, int, int, int]] = set()
-        # input_ids, position_ids and logit_rows one behind the other: a step copies them in one go.
+        # The small inputs one behind the other: a step copies them in one go.
         width = -(-max(planner.max_tokens, planner.max_rows) * 8 // _ALIGNMENT) * _ALIGNMENT // 8
-        self._staged = PinnedArray(cuda, (3, width), np.int64)
+        self._staged = PinnedArray(cuda, (len(_STAGED), width), np.int64)
         self._inputs = DeviceMemory(cuda, self._staged.array.nbytes)
+        self._numbers = DeviceMemory(cuda, planner.max_rows * NUMBERS * 4)
+        self._host_numbers = PinnedArray(cuda, (planner.max_rows, NUMBERS), np.float32)
         self._logits = DeviceMemory(cuda, planner.max_rows * engine.vocab_size * 4)
-        self._host_logits = PinnedArray(cuda, (planner.max_rows, engine.vocab_size), np.float32)
 
-    def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> np.ndarray:
+    def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> list[Row]:
         """See `Slot.forward`."""
-        engine = self._engine
-        engine.cuda.use()
-        if rows > len(self._host_logits.array):
-            self._host_logits = PinnedArray(engine.cuda, (rows, engine.vocab_size), np.float32)
-        done = 0
-        for step in engine.planner.cut(len(tokens), rows):
-            self._step(tier, tokens[step.start : step.start + step.count], past + step.start, step)
-            if step.keep:
-                row = engine.vocab_size * 4
-                target = self._host_logits.address + done * row
-                self._stream.to_host(target, self._logits.address, step.keep * row)
-                done += step.keep
+        self._engine.cuda.use()
+        found: list[Row] = []
+        for step in self._engine.planner.cut(len(tokens), rows):
+            # A step writes its logits where those of the one before lie.
+            found = [HostRow(row.logits.copy()) for row in found]
+            candidates = step.candidates(tokens)
+            self._step(tier, tokens, past, step, candidates)
+            self._stream.to_host(self._host_numbers.address, self._numbers.address, len(candidates) * NUMBERS * 4)
             self._stream.wait()  # the next step stages its inputs in the same memory
-        result: np.ndarray = self._host_logits.array[:rows]
-        return result
+            if step.keep:
+                found += device_rows(self._host_numbers.array[: len(candidates)], candidates, self._fetch)
+        return found
+
+    @cached_property
+    def _host_logits(self) -> PinnedArray:
+        """There once somebody asks for logits, which greedy decoding does not."""
+        return PinnedArray(self._engine.cuda, (self._engine.planner.max_rows, self._engine.vocab_size), np.float32)
+
+    def _fetch(self, row: int) -> np.ndarray:
+        """Logits of a row of the last step."""
+        self._engine.cuda.use()
+        size = self._engine.vocab_size * 4
+        self._stream.to_host(self._host_logits.address + row * size, self._logits.address + row * size, size)
+        self._stream.wait()
+        logits: np.ndarray = self._host_logits.array[row]
+        return logits
 
     def keys_values(self, layer: int) -> np.ndarray:
         """See `ReadableSlot.keys_values`."""
@@ -158,13 +175,14 @@ class TensorRTSlot:
             parts.append(raw.astype(np.float32))
         return np.stack(parts)
 
-    def _step(self, tier: str, tokens: Sequence[int], past: int, step: Step) -> None:
+    def _step(self, tier: str, tokens: Sequence[int], past: int, step: Step, candidates: Sequence[int]) -> None:
         engine, staged, rows = self._engine, self._staged.array, step.rows
-        staged[0, : step.count] = tokens
-        staged[1, : step.count] = np.arange(past, past + step.count)
-        staged[2, : len(rows)] = rows
+        first, end = past + step.start, past + step.start + step.count
+        small = (tokens[step.start : step.start + step.count], range(first, end), rows, candidates)
+        for index, values in enumerate(small):
+            staged[index, : len(values)] = values
         self._stream.to_device(self._inputs.address, self._staged.address, staged.nbytes)
-        visible = engine.planner.visible(past + step.count)
+        visible = engine.planner.visible(end)
         profile = engine.planner.profile(step.count, len(rows), visible)
         context = self._context(tier, profile)
         for name, shape in (
@@ -172,6 +190,7 @@ class TensorRTSlot:
             ("position_ids", (1, step.count)),
             ("cache_slots", (visible,)),
             ("logit_rows", (len(rows),)),
+            ("candidates", (1, len(rows))),
         ):
             context.set_input_shape(name, shape)
         self._launch(context, (tier, step.count, len(rows), visible))
@@ -224,11 +243,10 @@ class TensorRTSlot:
         self._stream.wait()
         width = self._staged.array.shape[1] * 8
         addresses = {
-            "input_ids": self._inputs.address,
-            "position_ids": self._inputs.address + width,
-            "logit_rows": self._inputs.address + 2 * width,
+            **{name: self._inputs.address + index * width for index, name in enumerate(_STAGED)},
             "cache_slots": engine.cache_slots.address,
             "logits": self._logits.address,
+            "row_numbers": self._numbers.address,
             **{name: engine.addresses[name] for name in engine.plans[tier]["weights"]},
             **self._kv_addresses(),
         }

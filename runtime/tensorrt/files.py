@@ -18,7 +18,7 @@ from via_sd.runtime.errors import BundleError
 from via_sd.runtime.tensorrt.trust import built_here
 
 FORMAT = "via-sd-engines"
-READS_VERSIONS = (1,)
+READS_VERSIONS = (2,)
 
 
 @dataclass(frozen=True)

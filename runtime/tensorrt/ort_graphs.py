@@ -1,12 +1,14 @@
 """The portable graphs beside the engines, run by ONNX Runtime on any of its providers, buffers on the device.
 
 This is the way for a GPU that TensorRT for RTX has no kernels for, and for comparing engines with. One copy of the
-weights serves every session; KV buffers are bound as input and output, so that a step copies tokens in and logits out.
+weights serves every session; KV buffers are bound as input and output, so that a step copies
+tokens in and a few numbers per position out. Logits stay on the device until somebody asks for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,10 @@ from via_sd.runtime.bundle import Bundle
 from via_sd.runtime.engine import FULL
 from via_sd.runtime.errors import BundleError
 from via_sd.runtime.ort import onnxruntime, open_session, session_options
+from via_sd.runtime.rows import Row
 from via_sd.runtime.tensorrt.files import EngineFiles, read_engine_files
-from via_sd.runtime.tensorrt.steps import StepPlanner
+from via_sd.runtime.tensorrt.rows import device_rows
+from via_sd.runtime.tensorrt.steps import Step, StepPlanner
 
 #: What they are called here -> (what ONNX Runtime calls them, where their buffers are).
 PROVIDERS = {
@@ -86,7 +90,7 @@ class GraphEngine:
         threads: int | None,
     ) -> None:
         manifest = files.manifest
-        self._device = provider[1]
+        self.device = provider[1]
         self.kv: dict[str, Any] = manifest["kv"][model]
         self.vocab_size = int(manifest["vocab_size"][model])
         self.max_seq_len = int(manifest["max_seq_len"][model])
@@ -106,7 +110,7 @@ class GraphEngine:
 
     def value(self, array: np.ndarray) -> Any:
         """`array` where the provider's buffers are."""
-        return onnxruntime().OrtValue.ortvalue_from_numpy(array, self._device, 0)
+        return onnxruntime().OrtValue.ortvalue_from_numpy(array, self.device, 0)
 
     def _on_device(self, tensors: Sequence[dict[str, Any]], data: np.ndarray) -> dict[str, Any]:
         return {
@@ -133,36 +137,41 @@ class GraphSlot:
         }
         self._bindings: dict[str, Any] = {}
 
-    def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> np.ndarray:
+    def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> list[Row]:
         """See `Slot.forward`."""
-        parts = []
+        found: list[Row] = []
         for step in self._engine.planner.cut(len(tokens), rows):
-            stop = step.start + step.count
-            logits = self._step(tier, tokens[step.start : stop], past + step.start, step.rows)
-            if step.keep:
-                parts.append(logits)
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+            of_step = self._step(tier, tokens, past, step)
+            found += of_step if step.keep else ()
+        return found
 
     def keys_values(self, layer: int) -> np.ndarray:
         """See `ReadableSlot.keys_values`."""
         return np.stack([self._kv[layer, part].numpy()[0].astype(np.float32) for part in self._engine.kv["parts"]])
 
-    def _step(self, tier: str, tokens: Sequence[int], past: int, rows: list[int]) -> np.ndarray:
-        binding, stop = self._binding(tier), past + len(tokens)
-        binding.bind_cpu_input("input_ids", np.array([tokens], np.int64))
-        binding.bind_cpu_input("position_ids", np.arange(past, stop, dtype=np.int64)[None])
-        binding.bind_cpu_input("cache_slots", np.arange(self._engine.planner.visible(stop), dtype=np.int64))
-        binding.bind_cpu_input("logit_rows", np.array(rows, np.int64))
-        binding.bind_output("logits", "cpu")  # anew: the number of rows differs from step to step
+    def _step(self, tier: str, tokens: Sequence[int], past: int, step: Step) -> Sequence[Row]:
+        binding, first, end = self._binding(tier), past + step.start, past + step.start + step.count
+        candidates = step.candidates(tokens)
+        binding.bind_cpu_input("input_ids", np.array([tokens[step.start : step.start + step.count]], np.int64))
+        binding.bind_cpu_input("position_ids", np.arange(first, end, dtype=np.int64)[None])
+        binding.bind_cpu_input("cache_slots", np.arange(self._engine.planner.visible(end), dtype=np.int64))
+        binding.bind_cpu_input("logit_rows", np.array(step.rows, np.int64))
+        binding.bind_cpu_input("candidates", np.array([candidates], np.int64))
+        self._bind_rows(binding)  # anew: their number differs from step to step
         self._engine.sessions[tier].run_with_iobinding(binding)
-        logits: np.ndarray = binding.get_outputs()[0].numpy()[0]
-        return logits
+        numbers, logits = binding.get_outputs()[:2]
+        on_host = cache(lambda: logits.numpy()[0])  # all rows at once, when the first is asked for
+        return device_rows(numbers.numpy()[0], candidates, lambda row: on_host()[row])
+
+    def _bind_rows(self, binding: Any) -> None:
+        binding.bind_output("row_numbers", "cpu")
+        binding.bind_output("logits", self._engine.device)
 
     def _binding(self, tier: str) -> Any:
         if tier not in self._bindings:
             session, kv = self._engine.sessions[tier], self._engine.kv
             binding = session.io_binding()
-            binding.bind_output("logits", "cpu")  # first, so that it stays the first of the outputs
+            self._bind_rows(binding)  # first, so that they stay the first of the outputs
             names = {value.name for value in session.get_inputs()}
             for (layer, part), buffer in self._kv.items():
                 past = kv["past"].format(layer=layer, part=part)

@@ -25,6 +25,11 @@ class Step:
         """Indices, within the step, of the rows of logits to compute: at least one, which no one may want."""
         return list(range(self.count - max(1, self.keep), self.count))
 
+    def candidates(self, tokens: Sequence[int]) -> list[int]:
+        """For each row the token that follows it in the pass `tokens`, the one it may have to judge; 0 for the last."""
+        following = [*tokens[self.start + self.rows[0] + 1 : self.start + self.count + 1], 0]
+        return following[: len(self.rows)]
+
 
 class StepPlanner:
     """Cuts passes for one model's engines.

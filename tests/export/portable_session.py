@@ -35,6 +35,7 @@ class PortableSession:
         binding.bind_cpu_input("position_ids", np.add.outer(np.array(past, np.int64), np.arange(tokens.shape[1])))
         binding.bind_cpu_input("cache_slots", np.arange(visible or max(past) + tokens.shape[1]))
         binding.bind_cpu_input("logit_rows", np.array(rows, np.int64))
+        binding.bind_cpu_input("candidates", np.zeros((self.batch, len(rows)), np.int64))
         for name, cache in self.caches.items():
             present = name.replace("past_key_values", "present")
             binding.bind_input(name, "cpu", 0, cache.dtype, cache.shape, cache.ctypes.data)

@@ -123,14 +123,21 @@ def test_the_weights_file_holds_every_tensor_once_aligned_and_as_the_graphs_say(
 def test_the_graphs_run_in_onnx_runtime_as_they_lie_in_the_bundle(built):
     for engine in ENGINES:
         session = ort.InferenceSession(built / FOLDER / f"{engine}.onnx", providers=["CPUExecutionProvider"])
-        feeds = {"input_ids": [[1, 2, 3]], "position_ids": [[0, 1, 2]], "cache_slots": [0, 1, 2], "logit_rows": [2]}
+        feeds = {
+            "input_ids": [[1, 2, 3]],
+            "position_ids": [[0, 1, 2]],
+            "cache_slots": [0, 1, 2],
+            "logit_rows": [2],
+            "candidates": [[4]],
+        }
         arrays = {name: np.array(value, np.int64) for name, value in feeds.items()}
         for value in session.get_inputs():
             if value.name.startswith("past_key_values."):
                 arrays[value.name] = np.zeros((1, *value.shape[1:]), np.float16)
-        (logits,) = session.run(["logits"], arrays)
+        logits, numbers = session.run(["logits", "row_numbers"], arrays)
         assert logits.shape[:2] == (1, 1)
         assert np.isfinite(logits).all()
+        assert numbers[0, 0, 0] == logits.argmax()
 
 
 def test_building_again_builds_nothing_and_touches_nothing(built):

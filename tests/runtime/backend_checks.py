@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny import MAX_SEQ_LEN
 from via_sd.runtime.engine import Engine
+from via_sd.runtime.rows import HostRow, Row, logits_of
 
 #: (tier, tokens fed, rows asked for) or ("rollback", positions taken back, -).
 ACTIONS = st.lists(
@@ -32,10 +36,24 @@ def check_against_the_routed_graph(
         if count == 0:
             continue
         tokens = rng.integers(0, 256, count).tolist()
-        assert_close(*(slot.forward(action, tokens, past, min(rows, count)) for slot in slots))
+        ours, theirs = (slot.forward(action, tokens, past, min(rows, count)) for slot in slots)
+        check_numbers(ours, [*tokens[len(tokens) - len(ours) + 1 :], 0])
+        assert_close(logits_of(ours), logits_of(theirs))
         past += count
     for layer in range(found.kv["num_layers"]):
         assert_close(*(slot.keys_values(layer)[:, :, :past] for slot in slots))
+
+
+def check_numbers(rows: Sequence[Row], following: Sequence[int]) -> None:
+    """Every row says of itself what its logits say, also of the token that follows it and of any other."""
+    said = [(row.best, row.mass, row.gap(token)) for row, token in zip(rows, following, strict=True)]
+    for row, token, (best, mass, gap) in zip(rows, following, said, strict=True):
+        wanted = HostRow(row.logits)
+        assert best == wanted.best
+        assert mass == pytest.approx(wanted.mass, rel=1e-5)
+        assert gap == pytest.approx(wanted.gap(token), abs=1e-5)
+        assert row.gap(best) == 0
+        assert row.gap(7) == pytest.approx(wanted.gap(7), abs=1e-5)
 
 
 def assert_close(found: np.ndarray, wanted: np.ndarray) -> None:

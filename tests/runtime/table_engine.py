@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from via_sd.runtime.rows import HostRow
+
 #: Of (tier, the last tokens up to and including this position, digest of every token up to here): logits [vocab].
 Laws = Callable[[str, tuple[int, ...], int], np.ndarray]
 RECENT = 4
@@ -73,7 +75,7 @@ class TableSlot:
         self._busy = False
         self.calls: list[Call] = []
 
-    def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> np.ndarray:
+    def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> list[HostRow]:
         """See `via_sd.runtime.engine.Slot.forward`."""
         assert not self._busy, "two threads use one slot"
         self._busy = True
@@ -84,7 +86,7 @@ class TableSlot:
         finally:
             self._busy = False
 
-    def _forward(self, rank: int, tier: str, tokens: list[int], past: int, rows: int) -> np.ndarray:
+    def _forward(self, rank: int, tier: str, tokens: list[int], past: int, rows: int) -> list[HostRow]:
         assert 1 <= rows <= len(tokens), f"{rows} rows of {len(tokens)} tokens"
         assert past + len(tokens) <= self._engine.max_seq_len, f"position {past + len(tokens) - 1} is past the buffer"
         assert past <= len(self._cells), f"fed at {past}, but only {len(self._cells)} positions were ever written"
@@ -107,7 +109,7 @@ class TableSlot:
             recent = tuple(cell[0] for cell in self._cells[max(0, end + 1 - RECENT) : end + 1])
             logits[row] = self._engine.laws(tier, recent, self._cells[end][1])
         self._lent = logits
-        return logits
+        return [HostRow(row) for row in logits]
 
     @property
     def held(self) -> list[int]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.runtime.pipelines import LETTERS, AdversarialDrafter, WatchedPipeline, table_pipeline
 from tests.runtime.table_engine import TableEngine, digest_of, hashed_laws
 from via_sd.runtime import EXACT_MODES, Completion
+from via_sd.runtime.rows import HostRow, Row
 from via_sd.runtime.run import Item, Run
 from via_sd.runtime.sampling import Processor, SamplingParams
 
@@ -166,7 +167,7 @@ def _check_divergence(found: Completion, laws: Any, request: dict[str, Any], pro
     for at, token in enumerate(found.token_ids):
         before = prompt + found.token_ids[:at]
         row = laws("full", tuple(before[-4:]), digest_of(before))
-        apart += processor.best(row[None], before)[0] != token
+        apart += processor.best(HostRow(row), before) != token
     event("diverged" if apart else "did not diverge")
     assert found.stats["divergence"]["disagreed"] == apart
 
@@ -180,7 +181,7 @@ def test_divergence_at_temperature_is_what_the_two_laws_do_not_share(
     unchecked: list[int] = []
     push = Run.push
 
-    def spy(run: Run, item: Item, row: np.ndarray, *, checked: bool = True) -> bool:
+    def spy(run: Run, item: Item, row: Row, *, checked: bool = True) -> bool:
         if not checked:
             unchecked.append(len(run.tokens))
         return push(run, item, row, checked=checked)

@@ -113,7 +113,7 @@ def assert_equal_or_near_tie(
         return
     at = next(i for i, (a, b) in enumerate(zip(plain, found, strict=True)) if a != b)
     tokens = pipeline.encode(prompt, raw=True) + list(plain[:at])
-    row = pipeline.verifier.new_slot().forward("full", tokens, 0, 1)[0].astype(np.float64)
+    row = pipeline.verifier.new_slot().forward("full", tokens, 0, 1)[0].logits.astype(np.float64)
     seen = np.unique(tokens)
     row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
     margin = row[plain[at]] - row[found[at]]

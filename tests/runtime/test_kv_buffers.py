@@ -14,6 +14,7 @@ from tests.runtime.pipelines import WatchedPipeline
 from tests.tiny import MAX_SEQ_LEN
 from via_sd.runtime.engine import FULL, Slot
 from via_sd.runtime.kv import Tape
+from via_sd.runtime.rows import logits_of
 
 #: Largest difference float32 rounding makes, as a share of the largest value compared.
 TOLERANCE = 2e-5
@@ -58,11 +59,9 @@ def check_against_single_steps(pipeline: WatchedPipeline, start: int, steps: lis
         unseen = len(tokens) - blocks.seen[action]
         if unseen == 0:
             continue
-        found = blocks.run(action, tokens, unseen).copy()
-        wanted = [
-            singles.run(action, tokens[:end], 1)[0].copy() for end in range(len(tokens) - unseen + 1, len(tokens) + 1)
-        ]
-        assert_close(found, np.stack(wanted))
+        found = logits_of(blocks.run(action, tokens, unseen))
+        ends = range(len(tokens) - unseen + 1, len(tokens) + 1)
+        assert_close(found, np.concatenate([logits_of(singles.run(action, tokens[:end], 1)) for end in ends]))
 
 
 def test_a_cached_pass_of_any_tier_equals_single_steps_up_to_the_last_slot(
@@ -80,8 +79,8 @@ def test_the_last_slot_of_the_buffer_is_as_good_as_any(
     tokens = np.random.default_rng(block).integers(0, 256, MAX_SEQ_LEN).tolist()
     cached = engine.new_slot()
     cached.forward(tier, tokens[:-block], 0, 1)
-    found = cached.forward(tier, tokens[-block:], MAX_SEQ_LEN - block, block).copy()
-    assert_close(found, engine.new_slot().forward(tier, tokens, 0, block))
+    found = logits_of(cached.forward(tier, tokens[-block:], MAX_SEQ_LEN - block, block))
+    assert_close(found, logits_of(engine.new_slot().forward(tier, tokens, 0, block)))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

@@ -14,6 +14,7 @@ from tests.runtime.pipelines import table_pipeline
 from tests.runtime.table_engine import TableEngine, hashed_laws
 from via_sd.runtime import RequestError
 from via_sd.runtime.router import DivergenceGuard, Gates, Route
+from via_sd.runtime.rows import HostRow
 
 VOCAB = 9
 ROWS = st.lists(st.floats(-25, 25, width=32), min_size=1, max_size=VOCAB)
@@ -35,18 +36,18 @@ def test_the_gates_are_the_formulas_of_the_paper(
     assume(abs(outer) > 1e-5 or certain)
     assume(abs(inner) > 1e-5 or token == int(np.argmax(row)))
     wanted = Route.ESCALATE if outer < 0 else Route.ACCEPT if inner >= 0 else Route.REGENERATE
-    logits = np.array(row, np.float32)
-    assert Gates(alpha1, alpha2).route(logits, token, tightening) is wanted
-    assert Gates(alpha1, alpha2).is_sure(logits, tightening) == (outer >= 0)
+    found = HostRow(np.array(row, np.float32))
+    assert Gates(alpha1, alpha2).route(found, token, tightening) is wanted
+    assert Gates(alpha1, alpha2).is_sure(found, tightening) == (outer >= 0)
 
 
 def test_slims_best_token_is_accepted_at_any_inner_threshold() -> None:
-    assert Gates(0.0, 1.0).route(np.array([1.0, 3.0], np.float32), 1) is Route.ACCEPT
+    assert Gates(0.0, 1.0).route(HostRow(np.array([1.0, 3.0], np.float32)), 1) is Route.ACCEPT
 
 
 def test_tokens_equally_likely_pass_the_strictest_inner_gate_together() -> None:
     gates = Gates(0.0, 1.0)
-    assert {gates.route(np.array([3.0, 3.0], np.float32), token) for token in (0, 1)} == {Route.ACCEPT}
+    assert {gates.route(HostRow(np.array([3.0, 3.0], np.float32)), token) for token in (0, 1)} == {Route.ACCEPT}
 
 
 @pytest.mark.parametrize("bad", [{"alpha1": -0.1}, {"alpha1": 1.01}, {"alpha2": float("nan")}], ids=str)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.runtime.backend_checks import check_against_the_routed_graph
 from tests.runtime.pipelines import WatchedPipeline
 from via_sd.runtime import BundleError, Pipeline, load_bundle
 from via_sd.runtime.tensorrt.ort_graphs import load_graphs
+from via_sd.runtime.tensorrt.rows import DeviceRow
 
 pytest.importorskip("tensorrt_rtx", reason="needs the tensorrt-rtx extra")
 
@@ -49,6 +51,32 @@ def test_every_mode_gives_the_text_it_gives_on_the_routed_graph(mode, pipeline, 
         found, wanted = (p.generate(prompt, **options) for p in (pipeline, tiny_pipelines["model"]))
         assert found.token_ids == wanted.token_ids
         assert found.tiers == wanted.tiers
+
+
+@pytest.mark.parametrize("mode", ["plain", "speculative", "cascade", "routed"])
+def test_greedy_decoding_and_the_router_never_ask_for_whole_rows(mode, pipeline, monkeypatch):
+    """Also not for the log-probability of what was emitted, which is the best token or the one a row was to judge.
+
+    This drafter, which learned nothing, likes its padding, and that takes a row to mend; nobody else's is asked for.
+    """
+    assert pipeline.verifier.vocab_size != pipeline._drafter.vocab_size
+    widths, logits = set(), DeviceRow.logits.fget
+
+    def watched(row: DeviceRow) -> np.ndarray:
+        widths.add(len(logits(row)))
+        return logits(row)
+
+    monkeypatch.setattr(DeviceRow, "logits", property(watched))
+    pipeline.generate("abc abc abc", mode=mode, max_new_tokens=48, ignore_eos=True, raw=True, logprobs=0)
+    assert widths <= {pipeline._drafter.vocab_size}
+    pipeline.generate("abc abc abc", mode=mode, max_new_tokens=8, raw=True, logprobs=1)
+    assert pipeline.verifier.vocab_size in widths
+
+
+def test_sampled_text_is_that_of_the_routed_graph(pipeline, tiny_pipelines):
+    options = {"mode": "speculative", "temperature": 0.8, "top_p": 0.9, "seed": 3, "max_new_tokens": 48, "raw": True}
+    found, wanted = (p.generate("abc abc", **options) for p in (pipeline, tiny_pipelines["model"]))
+    assert found.token_ids == wanted.token_ids
 
 
 def test_weights_are_held_once_by_all_sessions_of_a_model(pipeline):

@@ -40,6 +40,8 @@ def test_steps_cover_the_pass_keep_the_rows_asked_for_and_fit_a_profile(make, co
     assert [token for step in steps for token in range(step.start, step.start + step.count)] == list(range(count))
     kept = [row for step in steps for row in range(step.start + step.count - step.keep, step.start + step.count)]
     assert kept == list(range(count - rows, count))
+    judged = [candidate for step in steps if step.keep for candidate in step.candidates(range(1, count + 1))]
+    assert judged == [*range(count - rows + 2, count + 1), 0]
     for step in steps:
         assert step.rows[-1] == step.count - 1
         assert len(step.rows) == max(1, step.keep)
@@ -100,6 +102,7 @@ def run(ort: Any, path: Path, tokens: np.ndarray, planner: StepPlanner, rows: in
             "position_ids": np.arange(step.start, stop)[None],
             "cache_slots": np.arange(planner.visible(stop)),
             "logit_rows": np.array(step.rows),
+            "candidates": np.array([step.candidates(tokens.tolist())]),
         }
         result = dict(zip(names, session.run(None, {**feeds, **caches}), strict=True))
         caches = {name: result[name.replace("past_key_values", "present")] for name in caches}

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from via_sd.runtime.rows import HostRow
+
 FULL = "full"
 #: Runs a model: its name, its inputs, and the names of the outputs that are wanted.
 Infer = Callable[[str, Mapping[str, np.ndarray], Sequence[str]], Mapping[str, np.ndarray]]
@@ -54,8 +56,8 @@ class TritonSlot:
         empty = np.zeros((1, kv["num_heads"], 0, kv["head_dim"]), dtype=kv["dtype"])
         self._cache = {(layer, part): empty for layer in range(kv["num_layers"]) for part in kv["parts"]}
 
-    def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> np.ndarray:
-        """See `Slot.forward`; float32 [rows, vocab_size]."""
+    def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> list[HostRow]:
+        """See `Slot.forward`."""
         engine, kv = self._engine, self._engine.kv
         inputs: dict[str, np.ndarray] = {
             "input_ids": np.array([tokens], dtype=np.int64),
@@ -76,8 +78,7 @@ class TritonSlot:
         outputs = engine.infer(engine.models[tier], inputs, ["logits", *presents.values()])
         for key, name in presents.items():
             self._cache[key] = outputs[name]
-        logits: np.ndarray = outputs["logits"][0]
-        return logits
+        return [HostRow(row) for row in outputs["logits"][0]]
 
 
 def _kept_layers(tier: Mapping[str, Any], num_layers: int) -> frozenset[int]:

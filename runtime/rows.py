@@ -1,0 +1,60 @@
+"""What a pass says about one position: the few numbers greedy decoding and the router need, and the logits for laws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+
+class Row(Protocol):
+    """One row of logits l, wherever they lie; the next pass over its slot makes it void."""
+
+    @property
+    def best(self) -> int:
+        """The token with the largest logit, the first of equals."""
+        ...
+
+    @property
+    def mass(self) -> float:
+        """Sum of exp(l - max l) over the vocabulary: 1 / mass is the probability of `best` at temperature 1."""
+        ...
+
+    def gap(self, token: int) -> float:
+        """l[token] - max l: 0 for the likeliest token, less for any other."""
+        ...
+
+    @property
+    def logits(self) -> np.ndarray:
+        """float32 [vocab]. Asking for them may copy them from a device."""
+        ...
+
+
+class HostRow:
+    """A row in host memory; see `Row`.
+
+    Args:
+        logits: float32 [vocab].
+    """
+
+    __slots__ = ("logits",)
+
+    def __init__(self, logits: np.ndarray) -> None:
+        self.logits = logits
+
+    @property
+    def best(self) -> int:
+        return int(self.logits.argmax())
+
+    @property
+    def mass(self) -> float:
+        return float(np.exp(self.logits - self.logits.max()).sum())
+
+    def gap(self, token: int) -> float:
+        return float(self.logits[token]) - float(self.logits.max())
+
+
+def logits_of(rows: Sequence[Row]) -> np.ndarray:
+    """The logits of all `rows`, float32 [rows, vocab]: a copy, which outlives the next pass."""
+    return np.stack([row.logits for row in rows])

@@ -1,0 +1,68 @@
+"""Rows whose numbers were computed where their logits lie: a step brings a few bytes per position to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from via_sd.runtime.errors import ViaSdError
+
+#: Columns of a portable graph's `row_numbers`; the last is of the token in `candidates`.
+BEST, MASS, GAP = range(3)
+NUMBERS = 3
+
+
+class LogitsError(ViaSdError):
+    """A step gave logits that are no numbers."""
+
+
+class DeviceRow:
+    """A row of logits on a device; see `Row`.
+
+    Args:
+        numbers: the row's `row_numbers`.
+        candidate: the token whose gap is among them.
+        fetch: brings the logits to the host, float32 [vocab].
+    """
+
+    __slots__ = ("_candidate", "_fetch", "_gap", "_logits", "best", "mass")
+
+    def __init__(self, numbers: Sequence[float], candidate: int, fetch: Callable[[], np.ndarray]) -> None:
+        self.best, self.mass, self._gap = int(numbers[BEST]), numbers[MASS], numbers[GAP]
+        self._candidate, self._fetch = candidate, fetch
+        self._logits: np.ndarray | None = None
+
+    def gap(self, token: int) -> float:
+        if token == self._candidate:
+            return self._gap
+        if token == self.best:
+            return 0.0
+        return float(self.logits[token]) - float(self.logits[self.best])
+
+    @property
+    def logits(self) -> np.ndarray:
+        if self._logits is None:
+            self._logits = self._fetch()
+        return self._logits
+
+
+def device_rows(numbers: np.ndarray, candidates: Sequence[int], fetch: Callable[[int], np.ndarray]) -> list[DeviceRow]:
+    """The rows of one step.
+
+    Args:
+        numbers: float32 [rows, 3].
+        candidates: for each row the token that its gap is of.
+        fetch: brings the logits of a row, by index, to the host, float32 [vocab].
+
+    Raises:
+        LogitsError: a row with an infinite logit or one that is no number.
+    """
+    if not (numbers[:, MASS] >= 1).all():  # the largest logit alone contributes exp(0)
+        raise LogitsError(
+            "a step gave logits that are infinite or no numbers: did the activations grow beyond what float16 holds? "
+            "build with --dtype bf16"
+        )
+    rows = zip(numbers.tolist(), candidates, strict=True)
+    return [DeviceRow(row, candidate, partial(fetch, index)) for index, (row, candidate) in enumerate(rows)]
