@@ -84,6 +84,9 @@ class Bundle:
         return {name: parse_mask(tier["mask"]) for name, tier in tiers.items() if "mask" in tier}
 
     def file(self, relative: str) -> Path:
+        """A file of the bundle; raises `BundleError` for one that was not checked when the bundle was loaded."""
+        if relative not in self.manifest["files"]:
+            raise BundleError(f"{self.path / MANIFEST} does not list {relative}; export the bundle again")
         return self.path / relative
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 from via_sd.runtime.errors import RequestError
 from via_sd.runtime.modes import MODES
@@ -14,6 +16,9 @@ from via_sd.runtime.sampling import SamplingParams
 AUTO = "auto"
 DEFAULT_MAX_NEW_TOKENS = 256
 ROUTERS = ("paper", "adaptive")
+_WHOLE = ("max_new_tokens", "top_k", "seed", "logprobs", "gamma", "max_lag")
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "alpha1", "alpha2", "max_divergence")
+_OPTIONAL = ("seed", "logprobs", "gamma", "max_divergence")
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class GenerationConfig:
         max_new_tokens: length limit of the answer, in tokens.
         temperature, top_k, top_p, min_p, repetition_penalty: see `SamplingParams`.
         seed: keys the random stream; drawn and reported if None.
-        stop: strings that end the text; they are not part of it.
+        stop: strings that end the text, or one of them; they are not part of it.
         ignore_eos: go on after end-of-sequence tokens.
         raw: take the prompt as it is, without the chat template.
         logprobs: report each token's log-probability and that many likeliest alternatives.
@@ -48,7 +53,7 @@ class GenerationConfig:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
-    stop: Sequence[str] = ()
+    stop: Sequence[str] | None = ()
     ignore_eos: bool = False
     raw: bool = False
     logprobs: int | None = None
@@ -65,6 +70,11 @@ class GenerationConfig:
             raise RequestError(f"mode {self.mode!r} is not known; modes are {', '.join((AUTO, *MODES))}")
         if self.router not in ROUTERS:
             raise RequestError(f"router {self.router!r} is not known; routers are {', '.join(ROUTERS)}")
+        for kind, wanted, names in ((Integral, "a whole number", _WHOLE), (Real, "a number", _NUMBERS)):
+            for name in names:
+                value = getattr(self, name)
+                if not isinstance(value, kind) and not (value is None and name in _OPTIONAL):
+                    raise RequestError(f"{name} is {value!r}, wanted {wanted}")
         for name, value, least in (
             ("max_new_tokens", self.max_new_tokens, 1),
             ("gamma", 1 if self.gamma is None else self.gamma, 1),
@@ -73,8 +83,11 @@ class GenerationConfig:
         ):
             if value < least:
                 raise RequestError(f"{name} is {value}, wanted {least} or more")
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
+        stop: Any = self.stop or ()
+        texts = (stop,) if isinstance(stop, str) or not isinstance(stop, Iterable) else tuple(stop)
+        if not all(isinstance(text, str) for text in texts):
+            raise RequestError(f"stop is {stop!r}, wanted strings")
+        object.__setattr__(self, "stop", texts)
         # Built once here so that a bad value is refused before anything runs.
         self.sampling()
         Gates(self.alpha1, self.alpha2)

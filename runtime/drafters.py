@@ -140,6 +140,7 @@ class ModelDrafter:
         tier: which of the tape's tiers drafts.
         vocabulary: number of real tokens; logits beyond are padding, cut off or filled up to the verifier's width.
         widths: logits per row of the drafter, and of the verifier.
+        capacity: tokens the drafter's KV buffers hold; where the sequence is longer, it proposes nothing.
         cost: of one drafted token, in plain steps of the verifier.
         threshold: drafting stops before a token whose likeliest candidate has less probability than this.
     """
@@ -152,12 +153,14 @@ class ModelDrafter:
         *,
         vocabulary: int,
         widths: tuple[int, int],
+        capacity: int,
         cost: float,
         threshold: float = 0.4,
     ) -> None:
         self._tape, self._tier, self._processor = tape, tier, processor
         self._vocabulary, self._width, self._threshold = vocabulary, widths[1], threshold
         self._padding = widths != (vocabulary, vocabulary)
+        self._capacity = capacity
         self._draws = 0
         self.cost = cost
 
@@ -175,14 +178,14 @@ class ModelDrafter:
         laws: list[np.ndarray | None] = []
         context = list(sequence)
         params = self._processor.params
-        while len(tokens) < limit:
+        while len(tokens) < limit and len(context) <= self._capacity:
             row = self._real(self._tape.run(self._tier, context, 1)[0])
             if tokens and 1 / row.mass < self._threshold:
                 break
             if params.greedy:
                 token, law = self._processor.best(row, context), None
             else:
-                law = self._processor.law(row.logits, context)
+                law = self._processor.law(row, context)
                 # Not keyed by engine calls: how many a long prompt takes depends on the prefix that was re-used.
                 self._draws += 1
                 token = draw(law, uniform(params.seed, self._draws, len(context), Purpose.DRAFT))
@@ -199,7 +202,7 @@ class ModelDrafter:
         self._tape.settle(length)
 
     def _real(self, row: Row) -> Row:
-        """The row with padding masked out, as wide as the verifier's; unchanged where padding makes no difference."""
+        """The row with padding masked out, as wide as the verifier's; as it is where only its best token matters."""
         if not self._padding or (self._processor.needs_only_best and row.best < self._vocabulary):
             return row
         logits = np.full(self._width, -np.inf, np.float32)

@@ -7,7 +7,8 @@ All tiers of a verifier share one set of buffers, so knowing what lies in them i
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -76,10 +77,15 @@ class SlotPool:
         self._clock = 0
         self._changed = threading.Condition()
 
-    def acquire(self, tokens: Sequence[int], timeout: float | None) -> tuple[KVSlot, int]:
+    @contextmanager
+    def lease(self, tokens: Sequence[int], timeout: float | None) -> Iterator[tuple[KVSlot, int]]:
         """A slot for a prompt, and how many of its tokens are in the slot's buffers already.
 
-        At least one token is left to feed, because its logits are wanted.
+        Two are left to feed where there are as many. One is needed, for its logits, and in int4 a pass over one token
+        runs another kernel, with other roundings, than the longer ones that fed the prompt when it was new.
+
+        Whoever has the slot sets its `tokens` to those its full-verifier KV covers before it goes back. After a failure
+        the buffers are thrown away: what a failed step left in them may be no numbers.
 
         Args:
             timeout: seconds to wait when every slot is taken; None waits for as long as it takes.
@@ -98,20 +104,25 @@ class SlotPool:
         try:
             if slot is None:
                 slot = KVSlot(self._engine.new_slot())
-        except BaseException:
-            self._leave()
-            raise
-        return slot, min(slot.shared_prefix(tokens), len(tokens) - 1)
+            reused = min(slot.shared_prefix(tokens), max(0, len(tokens) - 2))
+            try:
+                yield slot, reused
+            except GeneratorExit:  # nobody reads on; between rounds all is well
+                self._keep(slot)
+                raise
+            self._keep(slot)
+        finally:
+            with self._changed:
+                self._in_use -= 1
+                self._changed.notify()
 
-    def release(self, slot: KVSlot, tokens: Sequence[int]) -> None:
-        """Give `slot` back; `tokens` are those its full-verifier KV covers (none after a failed step)."""
+    def _keep(self, slot: KVSlot) -> None:
         with self._changed:
             self._clock += 1
-            slot.tokens, slot.last_used = list(tokens), self._clock
+            slot.last_used = self._clock
             self._idle.append(slot)
             if len(self._idle) > self._retained:
                 self._idle.remove(min(self._idle, key=lambda s: s.last_used))
-        self._leave()
 
     def _choose(self, tokens: Sequence[int]) -> KVSlot | None:
         """The idle slot that shares most; else one nobody will miss; None to allocate another."""
@@ -122,11 +133,6 @@ class SlotPool:
             return None
         self._idle.remove(best)
         return best
-
-    def _leave(self) -> None:
-        with self._changed:
-            self._in_use -= 1
-            self._changed.notify()
 
 
 @dataclass
@@ -159,26 +165,29 @@ class Tape:
         Returns:
             What follows each of the last `rows` tokens; the next call makes it void.
         """
-        start = self.seen[tier]
-        usage = self.usage[tier]
-        # Until the pass is through, nothing from `start` on can be relied on.
-        self.seen.rollback(start)
-        while len(sequence) - start > PREFILL_CHUNK and rows < len(sequence) - start - PREFILL_CHUNK:
-            self._forward(tier, sequence[start : start + PREFILL_CHUNK], start, 1, usage)
-            start += PREFILL_CHUNK
-            self.seen.wrote(tier, start)
-        found = self._forward(tier, sequence[start:], start, rows, usage)
-        self.seen.wrote(tier, len(sequence))
-        return found
+        for _ in self.chunks(tier, sequence, rows):
+            pass
+        return self._feed(tier, sequence, len(sequence), rows)
+
+    def chunks(self, tier: str, sequence: Sequence[int], rows: int) -> Iterator[None]:
+        """Feed `tier` one chunk of a long `sequence` for every `next`, up to what `run` can take in one pass."""
+        while len(sequence) - self.seen[tier] > PREFILL_CHUNK + rows:
+            self._feed(tier, sequence, self.seen[tier] + PREFILL_CHUNK, 1)
+            yield
 
     def settle(self, length: int) -> None:
         """End a round at `length` tokens: the last one was fed to nobody yet, what lies behind it is void."""
         self.seen.rollback(length - 1)
 
-    def _forward(self, tier: str, tokens: Sequence[int], past: int, rows: int, usage: Usage) -> Sequence[Row]:
+    def _feed(self, tier: str, sequence: Sequence[int], end: int, rows: int) -> Sequence[Row]:
+        """A pass over what `tier` has not seen of the first `end` tokens."""
+        start, usage = self.seen[tier], self.usage[tier]
+        # Until the pass is through, nothing from `start` on can be relied on.
+        self.seen.rollback(start)
         begun = perf_counter()
-        found = self._buffers.forward(tier, tokens, past, rows)
+        found = self._buffers.forward(tier, sequence[start:end], start, rows)
         usage.seconds += perf_counter() - begun
         usage.calls += 1
-        usage.tokens += len(tokens)
+        usage.tokens += end - start
+        self.seen.wrote(tier, end)
         return found

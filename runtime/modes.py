@@ -1,5 +1,7 @@
 """The decoding modes, one generator function each: every `yield` ends a round, after its tokens were emitted.
 
+Before the first round every chunk of a long prompt yields, too.
+
 What is fed to which tier after each event is the table of DESIGN section 5.
 """
 
@@ -23,7 +25,7 @@ Mode = Callable[[Run], Generator[None, None, None]]
 
 def plain(run: Run) -> Generator[None, None, None]:
     """Full verifier alone, a token a pass: the reference."""
-    run.start()
+    yield from run.start()
     yield
     while not run.done:
         row = run.forward(FULL, run.tokens, 1)[0]
@@ -34,7 +36,7 @@ def plain(run: Run) -> Generator[None, None, None]:
 
 def speculative(run: Run) -> Generator[None, None, None]:
     """Drafter, then full verifier (exact): a block a pass, kept as far as the lossless test keeps it."""
-    run.start()
+    yield from run.start()
     yield
     while not run.done:
         _two_tier_round(run)
@@ -57,7 +59,7 @@ def cascade(run: Run) -> Generator[None, None, None]:
     The tokens of the inner rounds are distributed as slim's law, whatever was drafted, so the full verifier tests them
     against the very rows of slim they were drawn from. Where slim does not earn its passes a round leaves it out.
     """
-    run.start()
+    yield from run.start()
     yield
     block = CascadeBlock(run.costs, run.slim_cost)
     while not run.done:
@@ -101,7 +103,7 @@ def routed(run: Run) -> Generator[None, None, None]:
     then judges the rest of the block, and audits for free what slim let through since it last looked. Unless the router
     is the paper's own, rounds in which slim would not earn its pass go straight to the full verifier.
     """
-    run.start()
+    yield from run.start()
     yield
     audit, choice = _Audit(run), SlimOrFull(run.slim_cost)
     while not run.done:
@@ -156,7 +158,7 @@ class _Audit:
         """Emit a token on slim's word."""
         run = self._run
         if not run.processor.params.greedy:
-            self._laws.append(run.processor.law(row.logits, run.tokens))
+            self._laws.append(run.processor.law(row, run.tokens))
         return run.push(item, row, checked=False)
 
     def escalate(self, draft: Draft) -> int:
@@ -183,7 +185,7 @@ class _Audit:
             best = (run.processor.best(row, before, audited[:j]) for j, row in enumerate(rows))
             apart = [float(b != token) for b, token in zip(best, audited, strict=True)]
         else:
-            laws = [run.processor.law(row.logits, before, audited[:j]) for j, row in enumerate(rows)]
+            laws = [run.processor.law(row, before, audited[:j]) for j, row in enumerate(rows)]
             apart = [1 - float(np.minimum(q, u).sum()) for q, u in zip(laws, self._laws, strict=True)]
             self._laws.clear()
         run.stats.checked += count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ class Pipeline:
         self.tokenizer = _load_tokenizer(bundle)
         self.verifier = verifier
         self.eos_token_ids = frozenset(int(token) for token in bundle.manifest["tokenizer"]["eos_token_ids"])
-        self.capacity = min(engine.max_seq_len for engine in (verifier, drafter) if engine is not None)
+        self.capacity = verifier.max_seq_len
         self.step_cost = StepCost(_DEFAULT_COST[bundle.precision])
         slim = bundle.masks.get(bundle.slim or "")
         self.slim_cost = 1 - _LAYER_SHARE * slim.skip_ratio if slim else 1.0
@@ -183,10 +183,12 @@ class Pipeline:
     ) -> CompletionStream:
         """Generate a chunk per round; the stream's `completion` is there when it has ended.
 
+        While a long prompt is read, chunks without tokens come too, one for every `PREFILL_CHUNK` tokens.
+
         Args:
             prompt: a text, or messages ({"role": …, "content": …}).
             config: what is asked for; `options` are its fields by name, instead of it or on top of it.
-            cancel: set from any thread to end after the round that is running.
+            cancel: set from any thread to end after the round, or the chunk of the prompt, that is running.
 
         Raises:
             RequestError: bad options or prompt, or a mode this bundle lacks a tier for.
@@ -218,20 +220,19 @@ class Pipeline:
         Raises:
             BusyError: no slot came free in time.
         """
-        slot, reused = self._pool.acquire(prompt, self._slot_timeout)
-        tapes = Tapes(Tape(slot.buffers, self.verifier.tiers, reused), None, reused)
-        try:
-            if self._drafter_pool is None or self._drafter is None:
-                yield tapes
-                return
-            other, other_reused = self._drafter_pool.acquire(prompt, None)
-            tapes.drafter = Tape(other.buffers, self._drafter.tiers, other_reused)
+        with ExitStack() as leases:
+            slot, reused = leases.enter_context(self._pool.lease(prompt, self._slot_timeout))
+            tapes = Tapes(Tape(slot.buffers, self.verifier.tiers, reused), None, reused)
+            held = [(slot, tapes.verifier)]
+            if self._drafter_pool is not None and self._drafter is not None:
+                slot, reused = leases.enter_context(self._drafter_pool.lease(prompt, None))
+                tapes.drafter = Tape(slot.buffers, self._drafter.tiers, reused)
+                held.append((slot, tapes.drafter))
             try:
                 yield tapes
             finally:
-                self._drafter_pool.release(other, tapes.tokens[: tapes.drafter.seen[FULL]])
-        finally:
-            self._pool.release(slot, tapes.tokens[: tapes.verifier.seen[FULL]])
+                for slot, tape in held:
+                    slot.tokens = tapes.tokens[: tape.seen[FULL]]
 
     def new_drafter(self, tapes: Tapes, processor: Processor) -> Drafter:
         """The bundle's drafter for one sequence."""
@@ -246,6 +247,7 @@ class Pipeline:
                 processor,
                 vocabulary=width,
                 widths=(width, width),
+                capacity=self.capacity,
                 cost=_MASK_DRAFTER_COST,
             )
         if described["kind"] == "model" and tapes.drafter is not None and self._drafter is not None:
@@ -255,6 +257,7 @@ class Pipeline:
                 processor,
                 vocabulary=described["shared_vocab"],
                 widths=(self._drafter.vocab_size, width),
+                capacity=self._drafter.max_seq_len,
                 cost=_MODEL_DRAFTER_COST,
             )
         raise BundleError(f"drafter kind {described['kind']!r} is not known; export the bundle with this release")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -90,8 +90,9 @@ class Run:
         self.attempt += 1
         return self.tape.run(tier, sequence, rows)
 
-    def start(self) -> None:
-        """Feed the prompt to the full verifier and emit its first token."""
+    def start(self) -> Iterator[None]:
+        """Feed the prompt to the full verifier, yielding behind every chunk of a long one, and emit its first token."""
+        yield from self.tape.chunks(FULL, self.tokens, 1)
         row = self.forward(FULL, self.tokens, 1)[0]
         self.push(Item(self.choose(row, self.tokens, Purpose.FULL_TOKEN), "full"), row)
         self.settle()
@@ -144,7 +145,7 @@ class Run:
         params = self.processor.params
         if params.greedy:
             return self.processor.best(row, context)
-        return draw(self.processor.law(row.logits, context), uniform(params.seed, self.attempt, len(context), purpose))
+        return draw(self.processor.law(row, context), uniform(params.seed, self.attempt, len(context), purpose))
 
     def test(
         self, rows: Sequence[Row], draft: Draft, context: Sequence[int], test: Purpose, replace: Purpose
@@ -166,7 +167,7 @@ class Run:
             return Verdict(kept, best, [])
         laws: list[np.ndarray] = []
         while True:
-            law = self.processor.law(rows[kept].logits, context, tokens[:kept])
+            law = self.processor.law(rows[kept], context, tokens[:kept])
             laws.append(law)
             position = len(context) + kept
             if kept == len(tokens):

@@ -39,11 +39,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, ok, wanted in (
-            ("temperature", self.temperature >= 0 and np.isfinite(self.temperature), "0 (greedy) or more"),
+            ("temperature", 0 <= self.temperature < np.inf, "0 (greedy) or more"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1 (off)"),
             ("min_p", 0 <= self.min_p < 1, "0 (off) or more and less than 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < np.inf, "more than 0 (1 is off)"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "0.01 to 100 (1 is off)"),
             ("seed", 0 <= self.seed < 2**64, "0 to 2^64 - 1"),
         ):
             if not ok:
@@ -87,16 +87,12 @@ class Processor:
 
     def best(self, row: Row, context: Sequence[int], draft: Sequence[int] = ()) -> int:
         """The greedy token of a row that follows `context` and then `draft`."""
-        if self.params.repetition_penalty == 1:
-            return row.best
-        return int(self._penalised(row.logits, context, draft).argmax())
+        return row.best if self.needs_only_best else int(self._penalised(row, context, draft).argmax())
 
-    def law(self, logits: np.ndarray, context: Sequence[int], draft: Sequence[int] = ()) -> np.ndarray:
-        """The law of one row, float64 [vocab], that follows `context` and then `draft`; needs temperature > 0."""
+    def law(self, row: Row, context: Sequence[int], draft: Sequence[int] = ()) -> np.ndarray:
+        """The law of a row that follows `context` and then `draft`, float64 [vocab]; needs temperature > 0."""
         params = self.params
-        if params.repetition_penalty != 1:
-            logits = self._penalised(logits, context, draft)
-        scaled = logits.astype(np.float64)
+        scaled = self._penalised(row, context, draft).astype(np.float64)
         if 0 < params.top_k < len(scaled):
             floor = np.partition(scaled, -params.top_k)[-params.top_k]
             scaled[scaled < floor] = -np.inf
@@ -114,13 +110,16 @@ class Processor:
         result: np.ndarray = probabilities / probabilities.sum()
         return result
 
-    def _penalised(self, logits: np.ndarray, context: Sequence[int], draft: Sequence[int]) -> np.ndarray:
-        seen = np.unique(np.fromiter((*context, *draft), np.int64))
-        row: np.ndarray = logits.copy()
-        values = row[seen]
+    def _penalised(self, row: Row, context: Sequence[int], draft: Sequence[int]) -> np.ndarray:
+        """The row's logits with the repetition penalty of what precedes it."""
         penalty = self.params.repetition_penalty
-        row[seen] = np.where(values > 0, values / penalty, values * penalty)
-        return row
+        if penalty == 1:
+            return row.logits
+        seen = np.unique(np.fromiter((*context, *draft), np.int64))
+        logits: np.ndarray = row.logits.copy()
+        values = logits[seen]
+        logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+        return logits
 
 
 def draw(law: np.ndarray, u: float) -> int:

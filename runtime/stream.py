@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 class CompletionStream(Iterator[Chunk]):
     """Iterate for chunks, one per round. Closing or dropping it gives its KV slot back.
 
-    A KV slot is taken with the first chunk, not before.
+    A KV slot is taken with the first chunk, not before. While a long prompt is read, chunks without tokens come in
+    between, so that whoever iterates can cancel, or do something else before going on.
     """
 
     def __init__(
@@ -77,7 +78,8 @@ class CompletionStream(Iterator[Chunk]):
                     _account(stats, run, tapes)
                 # Between rounds the buffers agree with the tokens, so they are worth keeping if nobody comes back.
                 tapes.tokens = run.tokens
-                yield output.chunk()
+                with stats.paused():
+                    yield output.chunk()
                 tapes.tokens = []
                 if output.reason == "cancelled":
                     break
@@ -92,7 +94,7 @@ class _Output:
     def __init__(self, pipeline: Pipeline, config: GenerationConfig) -> None:
         self.reason: str | None = None
         self._eos = frozenset() if config.ignore_eos else pipeline.eos_token_ids
-        self._text = TextStream(pipeline.tokenizer, config.stop)
+        self._text = TextStream(pipeline.tokenizer, config.stop or ())
         self._logprobs: list[TokenLogprobs] | None = None if config.logprobs is None else []
         self._alternatives = config.logprobs or 0
         self._token_ids: list[int] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,9 @@ class DeviceError(ViaSdError):
 
 class Cuda:
     """One GPU and its primary context, which TensorRT uses too.
+
+    `lock` is held while memory is allocated or freed and while steps are enqueued: launches may be recorded then, by
+    TensorRT for RTX or by us, and an allocation in another thread may spoil a recording.
 
     Raises:
         BundleError: no `cuda-bindings`, no driver, or no GPU.
@@ -41,6 +45,7 @@ class Cuda:
                 f"engines run on an NVIDIA GPU, and none can be used here ({error}); "
                 "run this bundle with ONNX Runtime, or where there is one"
             ) from None
+        self.lock = threading.RLock()
         self.use()
 
     def use(self) -> None:
@@ -75,12 +80,11 @@ class Cuda:
 class DeviceMemory:
     """Device memory that is freed with its object."""
 
-    def __init__(self, cuda: Cuda, size: int, *, zero: bool = False) -> None:
+    def __init__(self, cuda: Cuda, size: int) -> None:
         self.size = size
-        self.address = int(cuda.call("cuMemAlloc", size))
+        with cuda.lock:
+            self.address = int(cuda.call("cuMemAlloc", size))
         weakref.finalize(self, _free, cuda, "cuMemFree", self.address)
-        if zero:
-            cuda.call("cuMemsetD8", self.address, 0, size)
 
 
 class PinnedArray:
@@ -88,7 +92,8 @@ class PinnedArray:
 
     def __init__(self, cuda: Cuda, shape: tuple[int, ...], dtype: Any) -> None:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        self.address = int(cuda.call("cuMemHostAlloc", size, 0))
+        with cuda.lock:
+            self.address = int(cuda.call("cuMemHostAlloc", size, 0))
         weakref.finalize(self, _free, cuda, "cuMemFreeHost", self.address)
         memory = (ctypes.c_char * size).from_address(self.address)
         self.array: np.ndarray = np.frombuffer(memory, dtype).reshape(shape)
@@ -108,6 +113,9 @@ class Stream:
 
     def to_host(self, target: int, source: int, size: int) -> None:
         self._cuda.call("cuMemcpyDtoHAsync", target, source, size, self._stream)
+
+    def fill(self, target: int, value: int, size: int) -> None:
+        self._cuda.call("cuMemsetD8Async", target, value, size, self._stream)
 
     def wait(self) -> None:
         self._cuda.call("cuStreamSynchronize", self._stream)
@@ -134,15 +142,21 @@ class Stream:
 
 def load_file(cuda: Cuda, path: Path) -> DeviceMemory:
     """Bring a file into device memory as it is: one mapped read, one copy."""
-    data = np.memmap(path, np.uint8, mode="r")
-    memory = DeviceMemory(cuda, data.size)
-    cuda.call("cuMemcpyHtoD", memory.address, data.ctypes.data, data.size)
+    return load_array(cuda, np.memmap(path, np.uint8, mode="r"))
+
+
+def load_array(cuda: Cuda, data: np.ndarray) -> DeviceMemory:
+    """Bring an array into device memory; it is there when this returns, for every stream."""
+    memory, stream = DeviceMemory(cuda, data.nbytes), Stream(cuda)
+    stream.to_device(memory.address, data.ctypes.data, data.nbytes)
+    stream.wait()
     return memory
 
 
 def _free(cuda: Cuda, function: str, handle: Any) -> None:
     try:
-        cuda.use()
-        cuda.call(function, handle)
+        with cuda.lock:
+            cuda.use()
+            cuda.call(function, handle)
     except DeviceError:
         pass  # the context is gone at the end of the process, and everything in it with it

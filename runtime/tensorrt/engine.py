@@ -6,8 +6,7 @@ Built and checked without a GPU; what of it has run on one is in docs/tensorrt.m
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ import numpy as np
 from via_sd.runtime.bundle import Bundle
 from via_sd.runtime.engine import FULL
 from via_sd.runtime.errors import BundleError
-from via_sd.runtime.rows import HostRow, Row
-from via_sd.runtime.tensorrt.cuda import Cuda, DeviceError, DeviceMemory, PinnedArray, Stream, load_file
+from via_sd.runtime.rows import Row
+from via_sd.runtime.tensorrt.cuda import Cuda, DeviceMemory, PinnedArray, Stream, load_array, load_file
 from via_sd.runtime.tensorrt.files import EngineFiles, Host, check_host, read_engine_files
-from via_sd.runtime.tensorrt.rows import NUMBERS, device_rows
+from via_sd.runtime.tensorrt.launcher import Launcher
+from via_sd.runtime.tensorrt.rows import NUMBERS, DeviceRow, device_rows
 from via_sd.runtime.tensorrt.steps import Step, StepPlanner
 
 _MODULES = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}
@@ -27,8 +27,6 @@ _ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 _ALIGNMENT = 256  # of the address of an input
 #: Inputs that are new in every step.
 _STAGED = ("input_ids", "position_ids", "logit_rows", "candidates")
-#: Step sizes whose launches are kept as CUDA graphs, per slot.
-_MAX_GRAPHS = 64
 
 
 def load_engines(
@@ -91,9 +89,7 @@ class TensorRTEngine:
         self.engines = {
             tier: self._deserialise(files, files.plan(name)) for tier, name in zip(self.plans, names, strict=True)
         }
-        slots = np.arange(self.max_seq_len, dtype=np.int64)
-        self.cache_slots = DeviceMemory(cuda, slots.nbytes)
-        cuda.call("cuMemcpyHtoD", self.cache_slots.address, slots.ctypes.data, slots.nbytes)
+        self.cache_slots = load_array(cuda, np.arange(self.max_seq_len, dtype=np.int64))
 
     def new_slot(self) -> TensorRTSlot:
         return TensorRTSlot(self)
@@ -106,7 +102,7 @@ class TensorRTEngine:
 
 
 class TensorRTSlot:
-    """KV buffers, stream, contexts and staging memory of one sequence; see `Slot`."""
+    """KV buffers, stream and staging memory of one sequence; see `Slot`."""
 
     def __init__(self, engine: TensorRTEngine) -> None:
         self._engine = engine
@@ -116,11 +112,8 @@ class TensorRTSlot:
         size = kv["num_heads"] * engine.max_seq_len * kv["head_dim"] * _ITEM_SIZE[kv["dtype"]]
         self._stride = -(-size // _ALIGNMENT) * _ALIGNMENT
         # Zeroed: a slot that nothing was written to yet is looked at with weight 0, and 0 times garbage can be NaN.
-        self._kv = DeviceMemory(cuda, self._stride * kv["num_layers"] * len(kv["parts"]), zero=True)
-        self._scratch = DeviceMemory(cuda, max(1, *(plan.device_memory_size_v2 for plan in engine.engines.values())))
-        self._contexts: dict[tuple[str, int], Any] = {}
-        self._graphs: dict[tuple[str, int, int, int], Callable[[], None]] = {}
-        self._seen_sizes: set[tuple[str, int, int, int]] = set()
+        self._kv = DeviceMemory(cuda, self._stride * kv["num_layers"] * len(kv["parts"]))
+        self._stream.fill(self._kv.address, 0, self._kv.size)
         # The small inputs one behind the other: a step copies them in one go.
         width = -(-max(planner.max_tokens, planner.max_rows) * 8 // _ALIGNMENT) * _ALIGNMENT // 8
         self._staged = PinnedArray(cuda, (len(_STAGED), width), np.int64)
@@ -128,26 +121,35 @@ class TensorRTSlot:
         self._numbers = DeviceMemory(cuda, planner.max_rows * NUMBERS * 4)
         self._host_numbers = PinnedArray(cuda, (planner.max_rows, NUMBERS), np.float32)
         self._logits = DeviceMemory(cuda, planner.max_rows * engine.vocab_size * 4)
+        self._host_logits = PinnedArray(cuda, (planner.max_rows, engine.vocab_size), np.float32)
+        addresses = {
+            **{name: self._inputs.address + index * width * 8 for index, name in enumerate(_STAGED)},
+            "cache_slots": engine.cache_slots.address,
+            "logits": self._logits.address,
+            "row_numbers": self._numbers.address,
+            **self._kv_addresses(),
+        }
+        self._launcher = Launcher(engine, self._stream, addresses)
+        self._stream.wait()
 
     def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> list[Row]:
         """See `Slot.forward`."""
         self._engine.cuda.use()
         found: list[Row] = []
+        last: list[DeviceRow] = []
         for step in self._engine.planner.cut(len(tokens), rows):
-            # A step writes its logits where those of the one before lie.
-            found = [HostRow(row.logits.copy()) for row in found]
+            for row in last:  # the step writes its logits where theirs lie
+                row.keep()
             candidates = step.candidates(tokens)
             self._step(tier, tokens, past, step, candidates)
-            self._stream.to_host(self._host_numbers.address, self._numbers.address, len(candidates) * NUMBERS * 4)
+            if step.keep:
+                size = len(candidates) * NUMBERS * 4
+                self._stream.to_host(self._host_numbers.address, self._numbers.address, size)
             self._stream.wait()  # the next step stages its inputs in the same memory
             if step.keep:
-                found += device_rows(self._host_numbers.array[: len(candidates)], candidates, self._fetch)
+                last = device_rows(self._host_numbers.array[: len(candidates)], candidates, self._fetch)
+                found += last
         return found
-
-    @cached_property
-    def _host_logits(self) -> PinnedArray:
-        """There once somebody asks for logits, which greedy decoding does not."""
-        return PinnedArray(self._engine.cuda, (self._engine.planner.max_rows, self._engine.vocab_size), np.float32)
 
     def _fetch(self, row: int) -> np.ndarray:
         """Logits of a row of the last step."""
@@ -182,79 +184,7 @@ class TensorRTSlot:
         for index, values in enumerate(small):
             staged[index, : len(values)] = values
         self._stream.to_device(self._inputs.address, self._staged.address, staged.nbytes)
-        visible = engine.planner.visible(end)
-        profile = engine.planner.profile(step.count, len(rows), visible)
-        context = self._context(tier, profile)
-        for name, shape in (
-            ("input_ids", (1, step.count)),
-            ("position_ids", (1, step.count)),
-            ("cache_slots", (visible,)),
-            ("logit_rows", (len(rows),)),
-            ("candidates", (1, len(rows))),
-        ):
-            context.set_input_shape(name, shape)
-        self._launch(context, (tier, step.count, len(rows), visible))
-
-    def _launch(self, context: Any, size: tuple[str, int, int, int]) -> None:
-        """Run a step that `size` says everything about but the contents of its inputs: as a CUDA graph when repeated.
-
-        TensorRT for RTX captures by itself (see `_new_context`).
-        """
-
-        def enqueue() -> None:
-            if not context.execute_async_v3(self._stream.handle):
-                raise DeviceError(f"a step of {size[1]} tokens in tier {size[0]} could not be started")
-
-        if size in self._graphs:
-            self._graphs[size]()
-            return
-        enqueue()
-        if not self._captures_itself and size in self._seen_sizes and len(self._graphs) < _MAX_GRAPHS:
-            # After a run, never before one: a context settles what a change of shapes left to do when it is enqueued.
-            self._graphs[size] = self._stream.capture(enqueue)
-        self._seen_sizes.add(size)
-
-    @property
-    def _captures_itself(self) -> bool:
-        return hasattr(self._engine.trt, "CudaGraphStrategy")
-
-    def _context(self, tier: str, profile: int) -> Any:
-        """The execution context of a tier and profile, with every address that never changes bound."""
-        if (tier, profile) not in self._contexts:
-            self._contexts[tier, profile] = self._new_context(tier, profile)
-        return self._contexts[tier, profile]
-
-    def _new_context(self, tier: str, profile: int) -> Any:
-        engine = self._engine
-        trt, plan = engine.trt, engine.engines[tier]
-        managed = trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        if self._captures_itself:
-            config = plan.create_runtime_config()
-            config.set_execution_context_allocation_strategy(managed)
-            config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
-            context = plan.create_execution_context(config)
-        else:
-            context = plan.create_execution_context(managed)
-        if context is None:
-            raise DeviceError(f"no execution context for tier {tier}: is the GPU's memory full?")
-        context.set_device_memory(self._scratch.address, self._scratch.size)
-        if not context.set_optimization_profile_async(profile, self._stream.handle):
-            raise DeviceError(f"tier {tier} has no optimisation profile {profile}")
-        self._stream.wait()
-        width = self._staged.array.shape[1] * 8
-        addresses = {
-            **{name: self._inputs.address + index * width for index, name in enumerate(_STAGED)},
-            "cache_slots": engine.cache_slots.address,
-            "logits": self._logits.address,
-            "row_numbers": self._numbers.address,
-            **{name: engine.addresses[name] for name in engine.plans[tier]["weights"]},
-            **self._kv_addresses(),
-        }
-        for index in range(plan.num_io_tensors):
-            name = plan.get_tensor_name(index)
-            if not context.set_tensor_address(name, addresses[name]):
-                raise DeviceError(f"tier {tier} does not take an address for {name}")
-        return context
+        self._launcher.launch(tier, step.count, len(rows), engine.planner.visible(end))
 
     def _kv_addresses(self) -> dict[str, int]:
         """Past and present of every layer and part at the same address: the cache is updated where it lies."""

@@ -79,7 +79,7 @@ def read_engine_files(bundle: Bundle, target: str, *, trust: bool = False, verif
     build = f"via-sd-export build {bundle.path} --target {target}"
     if entry is None:
         raise BundleError(f"{bundle.path} has no engines for {target}; build them: {build}")
-    file = bundle.file(entry["manifest"])
+    file = bundle.path / entry["manifest"]
     try:
         content = file.read_bytes()
     except OSError:

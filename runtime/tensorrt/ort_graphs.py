@@ -141,8 +141,7 @@ class GraphSlot:
         """See `Slot.forward`."""
         found: list[Row] = []
         for step in self._engine.planner.cut(len(tokens), rows):
-            of_step = self._step(tier, tokens, past, step)
-            found += of_step if step.keep else ()
+            found += self._step(tier, tokens, past, step)
         return found
 
     def keys_values(self, layer: int) -> np.ndarray:
@@ -159,6 +158,8 @@ class GraphSlot:
         binding.bind_cpu_input("candidates", np.array([candidates], np.int64))
         self._bind_rows(binding)  # anew: their number differs from step to step
         self._engine.sessions[tier].run_with_iobinding(binding)
+        if not step.keep:
+            return []
         numbers, logits = binding.get_outputs()[:2]
         on_host = cache(lambda: logits.numpy()[0])  # all rows at once, when the first is asked for
         return device_rows(numbers.numpy()[0], candidates, lambda row: on_host()[row])

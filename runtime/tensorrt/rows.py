@@ -30,7 +30,7 @@ class DeviceRow:
     __slots__ = ("_candidate", "_fetch", "_gap", "_logits", "best", "mass")
 
     def __init__(self, numbers: Sequence[float], candidate: int, fetch: Callable[[], np.ndarray]) -> None:
-        self.best, self.mass, self._gap = int(numbers[BEST]), numbers[MASS], numbers[GAP]
+        self.best, self.mass, self._gap = int(numbers[BEST]), max(1.0, numbers[MASS]), numbers[GAP]
         self._candidate, self._fetch = candidate, fetch
         self._logits: np.ndarray | None = None
 
@@ -47,6 +47,10 @@ class DeviceRow:
             self._logits = self._fetch()
         return self._logits
 
+    def keep(self) -> None:
+        """Bring the logits to memory of the row's own, before another step is written over them."""
+        self._logits = self.logits.copy()
+
 
 def device_rows(numbers: np.ndarray, candidates: Sequence[int], fetch: Callable[[int], np.ndarray]) -> list[DeviceRow]:
     """The rows of one step.
@@ -59,10 +63,10 @@ def device_rows(numbers: np.ndarray, candidates: Sequence[int], fetch: Callable[
     Raises:
         LogitsError: a row with an infinite logit or one that is no number.
     """
-    if not (numbers[:, MASS] >= 1).all():  # the largest logit alone contributes exp(0)
+    if not (numbers[:, MASS] > 0.5).all():  # the largest logit alone contributes exp(0), give or take a rounding
         raise LogitsError(
-            "a step gave logits that are infinite or no numbers: did the activations grow beyond what float16 holds? "
-            "build with --dtype bf16"
+            "a step gave logits that are infinite or no numbers; if the engines are float16, the activations may have "
+            "grown beyond what that holds: build them with --dtype bf16 or fp32"
         )
     rows = zip(numbers.tolist(), candidates, strict=True)
     return [DeviceRow(row, candidate, partial(fetch, index)) for index, (row, candidate) in enumerate(rows)]

@@ -74,6 +74,7 @@ def table_pipeline(
         "tokenizer": {"eos_token_ids": list(eos), "special_tokens": {}, "chat_template": None},
         "slim": slim,
         "drafter": described,
+        "files": {"tokenizer.json": {}},
     }
     # A slot that never comes back is an error here, not a test that hangs.
     limits = {"max_sequences": 8, "retained_slots": 2, "slot_timeout": 30, **options}

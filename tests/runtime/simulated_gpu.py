@@ -2,7 +2,8 @@
 
 It says nothing of TensorRT or of speed. What it shows is what the engine's own code does with them: which address every
 tensor is bound to, how large memory is, and what waits for what. Work on a stream runs as late as a device may run it,
-when the host waits for it; memory is full of NaN until it is written; and nothing outside an allocation can be touched.
+when the host waits for that stream; memory is full of NaN until it is written; nothing outside an allocation can be
+touched; and a context that was recorded takes no other shape.
 """
 
 # ruff: noqa: N802, N815 - the names are the libraries'
@@ -47,7 +48,7 @@ class Memory:
 
     def at(self, address: int, size: int) -> np.ndarray:
         """The bytes there, which must lie within one allocation."""
-        for start, block in self._blocks.items():
+        for start, block in list(self._blocks.items()):
             if start <= address and address + size <= start + len(block):
                 return block[address - start : address - start + size]
         raise AssertionError(f"{size} bytes at {address:#x} are not within an allocation")
@@ -122,12 +123,11 @@ class Driver(ModuleType):
 
     cuMemFreeHost = cuMemFree
 
-    def cuMemsetD8(self, address: int, value: int, size: int) -> tuple[Any, ...]:
-        self.memory.at(address, size)[:] = value
-        return self._done()
+    def cuMemsetD8Async(self, address: int, value: int, size: int, stream: int) -> tuple[Any, ...]:
+        def fill() -> None:
+            self.memory.at(address, size)[:] = value
 
-    def cuMemcpyHtoD(self, target: int, source: int, size: int) -> tuple[Any, ...]:
-        self.memory.at(target, size)[:] = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(source))
+        self.streams[stream].enqueue(fill)
         return self._done()
 
     def cuMemcpyDtoH(self, target: int, source: int, size: int) -> tuple[Any, ...]:
@@ -136,12 +136,18 @@ class Driver(ModuleType):
 
     def cuMemcpyHtoDAsync(self, target: int, source: int, size: int, stream: int) -> tuple[Any, ...]:
         def copy() -> None:
-            self.memory.at(target, size)[:] = self.memory.at(source, size)
+            # The source may be any memory of the host.
+            self.memory.at(target, size)[:] = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(source))
 
         self.streams[stream].enqueue(copy)
         return self._done()
 
-    cuMemcpyDtoHAsync = cuMemcpyHtoDAsync
+    def cuMemcpyDtoHAsync(self, target: int, source: int, size: int, stream: int) -> tuple[Any, ...]:
+        def copy() -> None:
+            self.memory.at(target, size)[:] = self.memory.at(source, size)
+
+        self.streams[stream].enqueue(copy)
+        return self._done()
 
     def cuStreamCreate(self, flags: int) -> tuple[Any, ...]:
         handle = next(self._handles)
@@ -262,6 +268,7 @@ class Context:
         self._addresses: dict[str, int] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._profile: dict[str, Any] | None = None
+        self._recorded = False
 
     def set_device_memory(self, address: int, size: int) -> None:
         assert size >= self._plan.device_memory_size_v2
@@ -278,6 +285,7 @@ class Context:
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         assert self._profile is not None
+        assert not self._recorded, "a context whose launches were recorded gets another shape"
         sizes = {"input_ids": "tokens", "position_ids": "tokens", "cache_slots": "visible"}
         low, _, high = self._profile[sizes.get(name, "rows")]
         assert low <= shape[-1] <= high, f"{name} of {shape} is outside the profile {self._profile}"
@@ -286,6 +294,7 @@ class Context:
 
     def execute_async_v3(self, stream: int) -> bool:
         addresses, shapes = dict(self._addresses), dict(self._shapes)
+        self._recorded = self._driver.streams[stream].recorded is not None
         self._driver.streams[stream].enqueue(lambda: self._execute(addresses, shapes))
         return True
 

@@ -198,7 +198,9 @@ def test_divergence_at_temperature_is_what_the_two_laws_do_not_share(
         apart = 0.0
         for at in unchecked:
             full, slim = (
-                Processor(params).law(laws(tier, tuple(tokens[at - 4 : at]), digest_of(tokens[:at])), tokens[:at])
+                Processor(params).law(
+                    HostRow(laws(tier, tuple(tokens[at - 4 : at]), digest_of(tokens[:at]))), tokens[:at]
+                )
                 for tier in ("full", "slim")
             )
             apart += 1 - float(np.minimum(full, slim).sum())

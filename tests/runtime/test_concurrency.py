@@ -253,6 +253,7 @@ def test_a_pipeline_is_as_good_as_new_after_a_failure_in_any_step(mode: str, dra
         again = pipeline.generate("abcabc", **options)
         assert again.token_ids == wanted
         assert again.stats["reused_prefix_tokens"] == 0, "KV of a failed step is not to be relied on"
+        assert len(engine.slots) == 2, "nor are its buffers"
 
 
 def test_a_real_engine_that_fails_in_the_middle_of_a_step_serves_the_next_request(

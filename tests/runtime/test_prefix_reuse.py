@@ -87,12 +87,16 @@ def test_the_next_turn_of_a_chat_feeds_only_what_is_new(tmp_path: Path) -> None:
     assert engine.slots[0].calls[0].past == history - 1
 
 
-def test_the_same_prompt_again_computes_its_last_row_alone(tmp_path: Path) -> None:
+def test_the_same_prompt_again_feeds_its_last_two_tokens(tmp_path: Path) -> None:
     pipeline = table_pipeline(TableEngine(hashed_laws(VOCAB), VOCAB, CAPACITY), tmp_path)
     first = pipeline.generate("abcdefgh", raw=True, max_new_tokens=10)
     again = pipeline.generate("abcdefgh", raw=True, max_new_tokens=10)
     assert again.token_ids == first.token_ids
-    assert again.stats["reused_prefix_tokens"] == 7
+    assert again.stats["reused_prefix_tokens"] == 6
+    for prompt in ("ab", "a"):
+        for _ in range(2):
+            found = pipeline.generate(prompt, raw=True, max_new_tokens=3)
+        assert found.stats["reused_prefix_tokens"] == 0
 
 
 def test_what_only_slim_has_seen_is_no_prefix(tmp_path: Path) -> None:
@@ -117,7 +121,7 @@ def test_no_more_slots_are_kept_than_asked_for(tmp_path: Path) -> None:
     reused = [
         pipeline.generate(prompt, raw=True, max_new_tokens=3).stats["reused_prefix_tokens"] for prompt in prompts[::-1]
     ]
-    assert reused[:2] == [3, 3], "the ones used last are kept"
+    assert reused[:2] == [2, 2], "the ones used last are kept"
     none = table_pipeline(TableEngine(hashed_laws(VOCAB), VOCAB, CAPACITY), tmp_path, retained_slots=0)
     for _ in range(2):
         assert none.generate("abcd", raw=True, max_new_tokens=3).stats["reused_prefix_tokens"] == 0

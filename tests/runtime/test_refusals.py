@@ -16,6 +16,7 @@ from tests.runtime.pipelines import WatchedPipeline, table_pipeline
 from tests.runtime.table_engine import TableEngine, hashed_laws
 from tests.tiny import MAX_SEQ_LEN
 from via_sd.runtime import BundleError, GenerationConfig, Pipeline, RequestError, load_bundle
+from via_sd.runtime.bundle import fast_hash
 
 
 @pytest.fixture
@@ -50,6 +51,13 @@ def test_a_corrupt_manifest_is_named(content: bytes, bundle: Path) -> None:
 def test_json_that_is_no_manifest_is_named(content: str, bundle: Path) -> None:
     (bundle / "bundle.json").write_text(content)
     with pytest.raises(BundleError, match="is not a manifest of format via-sd-bundle"):
+        Pipeline.load(bundle)
+
+
+@pytest.mark.parametrize("name", ["verifier/model.onnx", "drafter/model.onnx", "tokenizer.json"])
+def test_a_file_that_the_manifest_does_not_list_is_not_loaded_unchecked(name: str, bundle: Path) -> None:
+    edit_manifest(bundle, lambda manifest: manifest["files"].pop(name))
+    with pytest.raises(BundleError, match=rf"bundle\.json does not list {name}; export the bundle again"):
         Pipeline.load(bundle)
 
 
@@ -166,7 +174,8 @@ def test_truncation_or_padding_left_in_a_tokenizer_file_touches_no_prompt(bundle
     tokenizer.enable_truncation(max_length=4)
     tokenizer.enable_padding(length=32)
     tokenizer.save(str(file))
-    edit_manifest(bundle, lambda manifest: manifest["files"].pop("tokenizer.json"))
+    entry = {"size": file.stat().st_size, "xxh3": fast_hash(file)}
+    edit_manifest(bundle, lambda manifest: manifest["files"].update({"tokenizer.json": entry}))
     assert Pipeline.load(bundle, threads=1).encode("a long enough prompt", raw=True) == wanted
 
 
@@ -236,6 +245,14 @@ def test_a_conversation_goes_through_the_chat_template_and_a_raw_one_is_refused(
         {"top_p": 0.0},
         {"alpha1": 2.0},
         {"max_divergence": 1.5},
+        {"max_new_tokens": 5.5},
+        {"top_k": 2.5},
+        {"seed": "7"},
+        {"temperature": "warm"},
+        {"max_lag": None},
+        {"alpha2": None},
+        {"stop": 3},
+        {"stop": ["a", 3]},
     ],
     ids=str,
 )
@@ -250,6 +267,11 @@ def test_a_value_out_of_range_is_refused_before_anything_runs(bad: dict[str, Any
 def test_an_unknown_option_is_refused_with_those_there_are(pipeline: WatchedPipeline) -> None:
     with pytest.raises(RequestError, match=r"no option is called tempo; options are mode, max_new_tokens"):
         pipeline.generate("x", tempo=1)
+
+
+def test_what_may_be_left_out_may_be_none(pipeline: WatchedPipeline) -> None:
+    options = {"stop": None, "seed": None, "logprobs": None, "gamma": None, "max_divergence": None}
+    assert pipeline.generate("x", raw=True, max_new_tokens=3, ignore_eos=True, **options).logprobs is None
 
 
 def test_options_go_on_top_of_a_configuration(pipeline: WatchedPipeline) -> None:

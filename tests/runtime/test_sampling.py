@@ -42,7 +42,7 @@ def test_a_law_is_what_brute_force_makes_of_the_row(
     logits = np.array(row, np.float32)
     seen = [token for token in context if token < len(row)]
     wanted = brute_force_law(logits.tolist(), params, seen)
-    law = Processor(params).law(logits, seen[:split], seen[split:])
+    law = Processor(params).law(HostRow(logits), seen[:split], seen[split:])
     assert law.sum() == pytest.approx(1)
     # On the very edge of a truncation rounding decides; elsewhere the laws are equal.
     edge = [
@@ -64,7 +64,7 @@ def test_the_greedy_token_has_the_largest_law_at_any_temperature(
     sampler = Processor(SamplingParams(temperature=0.7, repetition_penalty=penalty))
     for j in range(2):
         token = greedy.best(HostRow(logits[j]), [0], draft[:j])
-        law = sampler.law(logits[j], [0], draft[:j])
+        law = sampler.law(HostRow(logits[j]), [0], draft[:j])
         assert law[token] == law.max()
 
 
@@ -219,6 +219,8 @@ def test_logprobs_are_those_of_the_row_that_judged_the_token(tmp_path: Path) -> 
         {"min_p": 1.0},
         {"min_p": -0.1},
         {"repetition_penalty": 0.0},
+        {"repetition_penalty": 1e-39},
+        {"repetition_penalty": 101},
         {"repetition_penalty": float("inf")},
         {"repetition_penalty": float("nan")},
         {"seed": -1},

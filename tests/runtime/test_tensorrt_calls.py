@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from via_sd.runtime.tensorrt import cuda, engine
+from via_sd.runtime.tensorrt import cuda, engine, launcher
 
 trt = pytest.importorskip("tensorrt_rtx", reason="needs the tensorrt-rtx extra")
 
@@ -36,8 +36,9 @@ def chains(module: ModuleType) -> Iterator[tuple[str, ...]]:
 
 
 def test_every_call_of_tensorrt_exists():
-    used = {chain for chain in chains(engine) if chain[0] in OBJECTS}
-    used |= {chain[1:] for chain in chains(engine) if chain[:2] == ("self", "_runtime")}
+    written = [chain for module in (engine, launcher) for chain in chains(module)]
+    used = {chain for chain in written if chain[0] in OBJECTS}
+    used |= {chain[1:] for chain in written if chain[:2] == ("self", "_runtime")}
     used = {chain for chain in used if len(chain) > 1}
     assert {chain[0] for chain in used} == set(OBJECTS)
     for chain in used:
@@ -50,7 +51,7 @@ def test_every_call_of_tensorrt_exists():
 def test_every_call_of_the_driver_exists():
     driver = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
     calls = set()
-    for module in (cuda, engine):
+    for module in (cuda, engine, launcher):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value[:2] == "cu":
                 calls.add(node.value)

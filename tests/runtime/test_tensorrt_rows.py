@@ -25,8 +25,21 @@ def test_logits_are_fetched_once_and_only_for_a_token_nothing_is_known_of():
     assert fetched == [0]
 
 
-@pytest.mark.parametrize("mass", [np.nan, np.inf * 0, 0.0])
+def test_a_row_that_is_kept_outlives_what_is_written_over_it():
+    logits = np.array([[1.0, 4.0, 2.0]], np.float32)
+    (row,) = device_rows(np.array([[1, 1.18, -3]], np.float32), [0], lambda index: logits[index])
+    row.keep()
+    logits[:] = np.nan
+    assert row.logits.tolist() == [1, 4, 2]
+
+
+def test_a_sum_that_a_device_rounds_below_one_is_one():
+    (row,) = device_rows(np.array([[1, 0.999997, -30]], np.float32), [0], lambda index: np.zeros(3, np.float32))
+    assert row.mass == 1
+
+
+@pytest.mark.parametrize("mass", [np.nan, 0.0])
 def test_logits_that_are_no_numbers_are_an_error_not_a_token(mass):
     numbers = np.array([[1, 1.2, 0], [5, mass, 0]], np.float32)
-    with pytest.raises(LogitsError, match=r"no numbers.*--dtype bf16"):
+    with pytest.raises(LogitsError, match=r"no numbers.*--dtype bf16 or fp32"):
         device_rows(numbers, [0, 0], lambda row: np.zeros(3, np.float32))
