@@ -65,6 +65,7 @@ def open_checkpoint(source: str | Path, progress: Progress = lambda _: None) -> 
         config = _read_config(directory)
         progress("building the graph")
         model = _build(directory)
+        model.graph.name = "decoder"  # instead of where the checkpoint lay
         yield Checkpoint(model, directory, config, identify(model, config))
 
 

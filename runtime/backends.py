@@ -15,6 +15,8 @@ ENGINES = ("tensorrt-rtx", "tensorrt")
 _PORTABLE = "portable-"
 PORTABLE = tuple(_PORTABLE + provider for provider in ("cpu", "cuda", "tensorrt", "nv-tensorrt-rtx"))
 BACKENDS = (ONNXRUNTIME, *ENGINES, *PORTABLE)
+#: Those that compute on the CPU.
+ON_CPU = (ONNXRUNTIME, _PORTABLE + "cpu")
 
 
 def open_engines(

@@ -30,7 +30,7 @@ def render_chat(template: str, messages: Sequence[Message], special_tokens: Mapp
         return environment.from_string(template).render(
             messages=list(messages), add_generation_prompt=True, **special_tokens
         )
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:  # a template that adds a number to a text, say
         raise RequestError(f"the chat template cannot render this conversation: {error}") from None
 
 

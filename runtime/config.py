@@ -18,7 +18,7 @@ DEFAULT_MAX_NEW_TOKENS = 256
 ROUTERS = ("paper", "adaptive")
 _WHOLE = ("max_new_tokens", "top_k", "seed", "logprobs", "gamma", "max_lag")
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "alpha1", "alpha2", "max_divergence")
-_OPTIONAL = ("seed", "logprobs", "gamma", "max_divergence")
+_OPTIONAL = ("seed", "logprobs", "gamma", "alpha1", "alpha2", "max_divergence")
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class GenerationConfig:
     """Everything a request can ask for.
 
     Attributes:
-        mode: `plain`, `speculative`, `cascade` (exact), `routed` (approximate), or `auto`.
+        mode: `plain`, `speculative`, `cascade` (exact), `routed` (approximate), or `auto`: what calibration found best
+            on this machine, `speculative` where it was not asked.
         max_new_tokens: length limit of the answer, in tokens.
         temperature, top_k, top_p, min_p, repetition_penalty: see `SamplingParams`.
         seed: keys the random stream; drawn and reported if None.
@@ -35,8 +36,9 @@ class GenerationConfig:
         raw: take the prompt as it is, without the chat template.
         logprobs: report each token's log-probability and that many likeliest alternatives.
         gamma: length of drafted blocks; adaptive if None.
-        alpha1, alpha2: the router's thresholds (see `Gates`).
-        router: `paper` asks slim first in every round (Algorithm 2 as it stands), `adaptive` only where that pays.
+        alpha1, alpha2: the router's thresholds (see `Gates`); the policy's, or those of `Gates`, if None.
+        router: `paper` asks slim first in every round (Algorithm 2 as it stands), `adaptive` only where that pays; the
+            policy's, or `adaptive`, if None.
         max_lag: emitted tokens that may stand unseen by the full verifier.
         max_divergence: share of tokens that may differ from the full verifier's choice before the router tightens.
         audit_tail: let the full verifier judge what is left at the end, so that the divergence covers every token.
@@ -58,9 +60,9 @@ class GenerationConfig:
     raw: bool = False
     logprobs: int | None = None
     gamma: int | None = None
-    alpha1: float = 0.5
-    alpha2: float = 0.3
-    router: str = "adaptive"
+    alpha1: float | None = None
+    alpha2: float | None = None
+    router: str | None = None
     max_lag: int = 64
     max_divergence: float | None = None
     audit_tail: bool = False
@@ -68,7 +70,7 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         if self.mode not in (AUTO, *MODES):
             raise RequestError(f"mode {self.mode!r} is not known; modes are {', '.join((AUTO, *MODES))}")
-        if self.router not in ROUTERS:
+        if self.router is not None and self.router not in ROUTERS:
             raise RequestError(f"router {self.router!r} is not known; routers are {', '.join(ROUTERS)}")
         for kind, wanted, names in ((Integral, "a whole number", _WHOLE), (Real, "a number", _NUMBERS)):
             for name in names:
@@ -90,8 +92,13 @@ class GenerationConfig:
         object.__setattr__(self, "stop", texts)
         # Built once here so that a bad value is refused before anything runs.
         self.sampling()
-        Gates(self.alpha1, self.alpha2)
+        self.gates()
         DivergenceGuard(self.max_divergence)
+
+    def gates(self) -> Gates:
+        """The router's gates."""
+        given = {"alpha1": self.alpha1, "alpha2": self.alpha2}
+        return Gates(**{name: value for name, value in given.items() if value is not None})
 
     def sampling(self) -> SamplingParams:
         """The sampling part; a missing seed is drawn here."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from via_sd.runtime.engine import FULL, Engine
 from via_sd.runtime.errors import BundleError, RequestError
 from via_sd.runtime.gamma import StepCost
 from via_sd.runtime.kv import SlotPool, Tape
+from via_sd.runtime.policy import Policy, read_policy, this_machine
 from via_sd.runtime.sampling import Processor
 from via_sd.runtime.stream import CompletionStream
 
@@ -69,17 +70,16 @@ class Pipeline:
         max_sequences: int,
         retained_slots: int,
         slot_timeout: float | None,
+        policy: Policy | None = None,
     ) -> None:
         self.bundle = bundle
         self.tokenizer = _load_tokenizer(bundle)
         self.verifier = verifier
         self.eos_token_ids = frozenset(int(token) for token in bundle.manifest["tokenizer"]["eos_token_ids"])
         self.capacity = verifier.max_seq_len
-        self.step_cost = StepCost(_DEFAULT_COST[bundle.precision])
-        slim = bundle.masks.get(bundle.slim or "")
-        self.slim_cost = 1 - _LAYER_SHARE * slim.skip_ratio if slim else 1.0
+        self.use(policy)
         self._pool = SlotPool(verifier, max_sequences, retained_slots)
-        self._drafter = drafter
+        self.drafter = drafter
         # A sequence has its verifier slot before it asks for a drafter slot, so this one never waits.
         self._drafter_pool = SlotPool(drafter, max_sequences, retained_slots) if drafter else None
         self._slot_timeout = slot_timeout
@@ -96,6 +96,7 @@ class Pipeline:
         slot_timeout: float | None = None,
         verify: bool = True,
         trust_engines: bool = False,
+        use_policy: bool = True,
     ) -> Pipeline:
         """Load the bundle at `path`.
 
@@ -108,9 +109,10 @@ class Pipeline:
             slot_timeout: seconds a request waits for a slot before `BusyError`; None waits for as long as it takes.
             verify: compare the hash of every file with the manifest.
             trust_engines: run TensorRT engines that were not built on this machine.
+            use_policy: take what `calibrate` found for this machine, backend and number of threads, if it was run.
 
         Raises:
-            BundleError: no bundle, a damaged one, or no engine installed to run it.
+            BundleError: no bundle, a damaged one, a policy of other files, or no engine installed to run it.
         """
         bundle = load_bundle(path, verify=verify)
         if bundle.precision not in _DEFAULT_COST:
@@ -126,7 +128,18 @@ class Pipeline:
             max_sequences=max_sequences,
             retained_slots=retained_slots,
             slot_timeout=slot_timeout,
+            policy=read_policy(bundle, this_machine(backend, threads)) if use_policy else None,
         )
+
+    def use(self, policy: Policy | None) -> None:
+        """Decode as `policy` says from the next request on; without one, as is usual where nothing was measured."""
+        bundle = self.bundle
+        slim = bundle.masks.get(bundle.slim or "")
+        self.policy = policy
+        self.step_cost = StepCost(policy.full_cost if policy else _DEFAULT_COST[bundle.precision])
+        self.slim_cost = 1 - _LAYER_SHARE * slim.skip_ratio if slim else 1.0
+        if policy and policy.slim_cost is not None:
+            self.slim_cost = policy.slim_cost
 
     # -- prompts -----------------------------------------------------------------------------------------------------
 
@@ -134,8 +147,11 @@ class Pipeline:
         """Token ids of a prompt: a text or a conversation, through the chat template unless `raw`.
 
         Raises:
-            RequestError: an empty prompt, or one that leaves no room for a token in the KV buffers.
+            RequestError: an empty prompt, one that is neither text nor messages, or one that leaves no room for a token
+                in the KV buffers.
         """
+        if not isinstance(prompt, str) and not _are_messages(prompt):
+            raise RequestError('the prompt is neither a text nor a list of messages, {"role": "…", "content": "…"}')
         if not prompt:
             raise RequestError("the prompt is empty; give it at least one character")
         template = self.bundle.manifest["tokenizer"]["chat_template"]
@@ -167,7 +183,11 @@ class Pipeline:
         cancel: threading.Event | None = None,
         **options: Any,
     ) -> Completion:
-        """Generate to the end; see `stream`."""
+        """Generate to the end; see `stream`.
+
+        Args:
+            options: fields of `GenerationConfig` by name: `mode`, `max_new_tokens`, `temperature`, `seed`, `stop`, …
+        """
         stream = self.stream(prompt, config, cancel=cancel, **options)
         for _ in stream:
             pass
@@ -200,16 +220,17 @@ class Pipeline:
         wanted = GenerationConfig(**{**known, **options})
         return CompletionStream(self, self.encode(prompt, raw=wanted.raw), wanted, cancel or threading.Event())
 
-    def mode_of(self, config: GenerationConfig) -> str:
-        """The mode `config` means here; without calibration `auto` is the exact two-tier mode."""
+    def resolve(self, config: GenerationConfig) -> GenerationConfig:
+        """`config` with the mode that `auto` means here, and what goes with that where `config` is silent."""
         if config.mode == AUTO:
-            return "speculative"
+            mode, options = (self.policy.mode, self.policy.options) if self.policy else ("speculative", {})
+            config = replace(config, mode=mode, **{k: v for k, v in options.items() if getattr(config, k) is None})
         if config.mode in ("cascade", "routed") and self.bundle.slim is None:
             raise RequestError(
                 f"mode {config.mode} needs a slim-verifier, and this bundle was exported without a mask; "
                 "export it with --mask, or use mode speculative"
             )
-        return config.mode
+        return config
 
     # -- what a stream takes from here ---------------------------------------------------------------------------------
 
@@ -224,9 +245,9 @@ class Pipeline:
             slot, reused = leases.enter_context(self._pool.lease(prompt, self._slot_timeout))
             tapes = Tapes(Tape(slot.buffers, self.verifier.tiers, reused), None, reused)
             held = [(slot, tapes.verifier)]
-            if self._drafter_pool is not None and self._drafter is not None:
+            if self._drafter_pool is not None and self.drafter is not None:
                 slot, reused = leases.enter_context(self._drafter_pool.lease(prompt, None))
-                tapes.drafter = Tape(slot.buffers, self._drafter.tiers, reused)
+                tapes.drafter = Tape(slot.buffers, self.drafter.tiers, reused)
                 held.append((slot, tapes.drafter))
             try:
                 yield tapes
@@ -248,19 +269,26 @@ class Pipeline:
                 vocabulary=width,
                 widths=(width, width),
                 capacity=self.capacity,
-                cost=_MASK_DRAFTER_COST,
+                cost=self._draft_cost(_MASK_DRAFTER_COST),
             )
-        if described["kind"] == "model" and tapes.drafter is not None and self._drafter is not None:
+        if described["kind"] == "model" and tapes.drafter is not None and self.drafter is not None:
             return ModelDrafter(
                 tapes.drafter,
                 FULL,
                 processor,
                 vocabulary=described["shared_vocab"],
-                widths=(self._drafter.vocab_size, width),
-                capacity=self._drafter.max_seq_len,
-                cost=_MODEL_DRAFTER_COST,
+                widths=(self.drafter.vocab_size, width),
+                capacity=self.drafter.max_seq_len,
+                cost=self._draft_cost(_MODEL_DRAFTER_COST),
             )
         raise BundleError(f"drafter kind {described['kind']!r} is not known; export the bundle with this release")
+
+    def _draft_cost(self, default: float) -> float:
+        return default if self.policy is None or self.policy.draft_cost is None else self.policy.draft_cost
+
+
+def _are_messages(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and all(isinstance(message, Mapping) for message in prompt)
 
 
 def _load_tokenizer(bundle: Bundle) -> Tokenizer:

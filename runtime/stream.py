@@ -15,7 +15,7 @@ from via_sd.runtime.engine import FULL
 from via_sd.runtime.errors import RequestError
 from via_sd.runtime.gamma import AdaptiveGamma
 from via_sd.runtime.modes import MODES
-from via_sd.runtime.router import DivergenceGuard, Gates
+from via_sd.runtime.router import DivergenceGuard
 from via_sd.runtime.rows import Row
 from via_sd.runtime.run import Run
 from via_sd.runtime.sampling import Processor, SamplingParams
@@ -37,7 +37,8 @@ class CompletionStream(Iterator[Chunk]):
         self, pipeline: Pipeline, prompt: list[int], config: GenerationConfig, cancel: threading.Event
     ) -> None:
         self.prompt_tokens = len(prompt)
-        self.mode = pipeline.mode_of(config)
+        config = pipeline.resolve(config)
+        self.mode = config.mode
         self._completion: Completion | None = None
         self._chunks = self._generate(pipeline, prompt, config, cancel)
 
@@ -164,7 +165,7 @@ def _new_run(
         slim_always_first=config.router == "paper",
         stop_tokens=output.stop_tokens,
         slim=pipeline.bundle.slim or FULL,
-        gates=Gates(config.alpha1, config.alpha2),
+        gates=config.gates(),
         guard=DivergenceGuard(config.max_divergence),
         max_lag=config.max_lag,
         audit_tail=config.audit_tail,

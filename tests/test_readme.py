@@ -52,7 +52,7 @@ def test_every_command_is_of_a_kind_that_is_tested():
 def test_the_commands_run_in_the_order_a_reader_meets_them(folder, environment):
     lines = [line for line in commands() if line.startswith("via-sd-export ")]
     verbs = {shlex.split(line)[1] for line in lines}
-    assert verbs >= {"export", "search", "inspect", "generate", "validate", "build", "triton"}
+    assert verbs >= {"export", "search", "inspect", "generate", "calibrate", "bench", "validate", "build", "triton"}
     for line in lines:
         if shlex.split(line)[1] == "build" and importlib.util.find_spec("tensorrt_rtx") is None:
             continue  # an extra of its own, of more than a gigabyte

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,16 @@ from via_sd.tools.prompts import Prompt
 PLAIN = "plain"
 
 
+def settings_of(modes: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """A setting for each mode, under its name."""
+    return {mode: {"mode": mode} for mode in modes}
+
+
 @dataclass(frozen=True)
 class Sample:
-    """One generation: which mode, prompt and repeat, and what it gave."""
+    """One generation: which setting, prompt and repeat, and what it gave."""
 
-    mode: str
+    setting: str
     prompt: int
     repeat: int
     token_ids: list[int]
@@ -28,46 +33,50 @@ class Sample:
 def run_bench(
     pipeline: Pipeline,
     prompts: Sequence[Prompt],
-    modes: Sequence[str],
+    settings: Mapping[str, Mapping[str, Any]],
     *,
     max_new_tokens: int,
     repeats: int,
     progress: Callable[[str, float | None], None] = lambda *_: None,
     **options: Any,
 ) -> list[Sample]:
-    """Generate every prompt in every mode, modes in turn so that a drifting machine meets all alike.
+    """Generate every prompt in every setting, settings in turn so that a drifting machine meets all alike.
 
     Greedy unless `options` say otherwise, end-of-sequence ignored so that every run has the same length; `routed` ends
-    with an audit of its tail. One untimed generation of each mode warms up.
+    with an audit of its tail. One untimed generation of each setting warms up.
+
+    Args:
+        settings: label -> options of a request, the mode among them; plain decoding is measured in any case.
+        options: of every request, under those of its setting.
     """
-    every = list(dict.fromkeys([PLAIN, *modes]))
+    every = {PLAIN: {"mode": PLAIN}, **settings}
     base = {"max_new_tokens": max_new_tokens, "ignore_eos": True, "audit_tail": True, **options}
-    for mode in every:
-        pipeline.generate(prompts[0].text, GenerationConfig(mode=mode, **{**base, "max_new_tokens": 16}))
+    for setting in every.values():
+        pipeline.generate(prompts[0].text, GenerationConfig(**{**base, **setting, "max_new_tokens": 16}))
     samples = []
     total = repeats * len(prompts) * len(every)
     for repeat in range(repeats):
         for index, prompt in enumerate(prompts):
-            for mode in every:
-                completion = pipeline.generate(prompt.text, GenerationConfig(mode=mode, **base))
-                samples.append(Sample(mode, index, repeat, completion.token_ids, completion.stats))
-                progress(f"{mode}: prompt {index + 1} of {len(prompts)}", len(samples) / total)
+            for label, setting in every.items():
+                completion = pipeline.generate(prompt.text, GenerationConfig(**{**base, **setting}))
+                samples.append(Sample(label, index, repeat, completion.token_ids, completion.stats))
+                progress(f"{label}: prompt {index + 1} of {len(prompts)}", len(samples) / total)
     return samples
 
 
 def summarise(samples: Sequence[Sample], prompts: Sequence[Prompt]) -> dict[str, dict[str, Any]]:
-    """Per mode: speed (tokens/s; geometric mean over prompts of the median over repeats, with the extremes), speed
+    """Per setting: speed (tokens/s; geometric mean over prompts of the median over repeats, with the extremes), speed
     over plain, counts, and whether the output equals plain's, over all prompts (`all`) and per bucket.
     """
     buckets = ["all", *dict.fromkeys(p.bucket for p in prompts)]
-    modes = list(dict.fromkeys(s.mode for s in samples))
-    plain = {(s.prompt, s.repeat): s for s in samples if s.mode == PLAIN}
+    settings = list(dict.fromkeys(s.setting for s in samples))
+    plain = {(s.prompt, s.repeat): s for s in samples if s.setting == PLAIN}
     summary: dict[str, dict[str, Any]] = {}
-    for mode in modes:
-        summary[mode] = {}
+    for setting in settings:
+        summary[setting] = {}
         for bucket in buckets:
-            chosen = [s for s in samples if s.mode == mode and bucket in ("all", prompts[s.prompt].bucket)]
-            summary[mode][bucket] = _figures(chosen, plain)
+            chosen = [s for s in samples if s.setting == setting and bucket in ("all", prompts[s.prompt].bucket)]
+            summary[setting][bucket] = _figures(chosen, plain)
     return summary
 
 

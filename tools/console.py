@@ -38,6 +38,14 @@ class CheckFailedError(Exception):
     """A comparison that a command was asked to make came out wrong."""
 
 
+#: What is imported only where it is needed -> the extra that brings it.
+EXTRAS = {
+    **dict.fromkeys(("onnx_ir", "onnx", "mobius", "torch", "transformers", "safetensors", "gguf"), "export"),
+    **dict.fromkeys(("optuna", "matplotlib"), "search"),
+    "polygraphy": "polygraphy",
+    "onnxruntime": "cpu",
+}
+
 #: Errors that mean bad input.
 EXPECTED_FAILURES = (ViaSdError, MaskError, ExportError, CommandError)
 
@@ -53,6 +61,12 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
             raise _failed(str(error), CHECK_FAILED) from None
         except EXPECTED_FAILURES as error:
             raise _failed(str(error), BAD_INPUT) from None
+        except ModuleNotFoundError as error:
+            extra = EXTRAS.get((error.name or "").partition(".")[0])
+            if extra is None:
+                raise
+            message = f"this needs {error.name}, which is not installed: pip install 'via-sd-export[{extra}]'"
+            raise _failed(message, BAD_INPUT) from None
         except BrokenPipeError:  # the reader of our output has seen enough
             raise
         except OSError as error:  # a folder that cannot be written, a full disk

@@ -8,7 +8,6 @@ portable graphs. `--backend portable-cpu` goes the same way on any machine, to s
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -23,7 +22,8 @@ from via_sd.runtime.backends import BACKENDS, ENGINES, ONNXRUNTIME, open_engines
 from via_sd.runtime.engine import Engine
 from via_sd.runtime.rows import logits_of
 from via_sd.runtime.tensorrt.cuda import Cuda
-from via_sd.tools.bench import run_bench, summarise
+from via_sd.tools.bench import PLAIN, run_bench, settings_of, summarise
+from via_sd.tools.calibrate import measure_costs, policy_of
 from via_sd.tools.commands.build import Dtype, build_here
 from via_sd.tools.console import CheckFailedError, CommandError, command, err, out, print_json, progress_bar
 from via_sd.tools.options import AsJson
@@ -70,15 +70,20 @@ def gpu_check(
         progress("comparing with ONNX Runtime on the CPU", None)
         tiers = compare_tiers(verifier, open_engines(loaded, ONNXRUNTIME)[0], loaded.identity.vocab_size)
         pipeline = Pipeline(loaded, verifier, drafter, max_sequences=1, retained_slots=1, slot_timeout=None)
-        modes = ["plain", "speculative", *(["cascade", "routed"] if loaded.slim else [])]
-        samples = run_bench(pipeline, PROMPTS, modes, max_new_tokens=max_new_tokens, repeats=repeats, progress=progress)
+        progress("timing passes", None)
+        costs = measure_costs(pipeline)  # of this GPU: by them the modes choose their blocks
+        pipeline.use(policy_of({"mode": PLAIN}, costs))
+        modes = [PLAIN, "speculative", *(["cascade", "routed"] if loaded.slim else [])]
+        samples = run_bench(
+            pipeline, PROMPTS, settings_of(modes), max_new_tokens=max_new_tokens, repeats=repeats, progress=progress
+        )
     facts = {
         "machine": _machine(chosen),
         "backend": chosen,
         "dtype": dtype.value,
         "build_seconds": built,
         "load_seconds": load_seconds,
-        "tiers": tiers,
+        "tiers": {name: {**tier, "step_ms": costs.step_ms[name]} for name, tier in tiers.items()},
         "modes": {mode: figures["all"] for mode, figures in summarise(samples, PROMPTS).items()},
     }
     if as_json:
@@ -92,10 +97,10 @@ def gpu_check(
 
 
 def compare_tiers(found: Engine, wanted: Engine, vocabulary: int) -> dict[str, dict[str, Any]]:
-    """Every tier's laws against a reference's in steps of several sizes, and the time of a step on `found`.
+    """Every tier's laws against a reference's, in steps of several sizes.
 
     Returns:
-        Per tier: `max_abs_difference` of logits, `mean_kl` in nats, `top1_agreement`, `step_ms` by tokens per step.
+        Per tier: `max_abs_difference` of logits, `mean_kl` in nats, `top1_agreement`.
     """
     tokens = np.random.default_rng(0).integers(0, vocabulary, sum(STEPS)).tolist()
     results = {}
@@ -108,26 +113,8 @@ def compare_tiers(found: Engine, wanted: Engine, vocabulary: int) -> dict[str, d
                 kept.append(logits_of(slot.forward(tier, tokens[past : past + count], past, count)))
             past += count
         found_logits, wanted_logits = (np.concatenate(kept) for kept in logits)
-        results[tier] = {
-            **compare_logits(found_logits, wanted_logits).to_json(),
-            "step_ms": _step_times(found, tier, tokens),
-        }
+        results[tier] = compare_logits(found_logits, wanted_logits).to_json()
     return results
-
-
-def _step_times(engine: Engine, tier: str, tokens: Sequence[int]) -> dict[str, float]:
-    """Median milliseconds of a step of 1, 4, 8 and 16 tokens at an offset, numbers of all of them on the host."""
-    slot = engine.new_slot()
-    slot.forward(tier, tokens, 0, 1)
-    times = {}
-    for count in (1, 4, 8, 16):
-        samples = []
-        for _ in range(23):
-            start = perf_counter()
-            slot.forward(tier, tokens[40 : 40 + count], 40, count)
-            samples.append(perf_counter() - start)
-        times[str(count)] = float(1e3 * np.median(samples[3:]))  # the first ones compile, allocate and capture
-    return times
 
 
 def _choose(backend: str) -> str:
@@ -149,7 +136,14 @@ def _machine(backend: str) -> str:
 
 def _show(facts: dict[str, Any]) -> None:
     table = Table(title=f"{facts['machine']}: {facts['backend']}, {facts['dtype']}", title_justify="left")
-    for name in ("what", "nats from CPU fp32", "same token", "ms at 1 / 4 / 8 / 16 tokens", "tokens/s", "over plain"):
+    for name in (
+        "what",
+        "nats from CPU fp32",
+        "same token",
+        "ms at 1 / 2 / 4 / 8 / 16 tokens",
+        "tokens/s",
+        "over plain",
+    ):
         table.add_column(name, justify="left" if name == "what" else "right")
     for name, tier in facts["tiers"].items():
         times = " / ".join(f"{ms:.2f}" for ms in tier["step_ms"].values())

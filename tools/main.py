@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
 from via_sd.tools.commands.bench import bench
 from via_sd.tools.commands.build import build
+from via_sd.tools.commands.calibrate import calibrate
 from via_sd.tools.commands.demo import demo
 from via_sd.tools.commands.export import export
 from via_sd.tools.commands.generate import generate
@@ -16,13 +20,29 @@ from via_sd.tools.commands.validate import validate
 
 app = typer.Typer(
     name="via-sd-export",
-    help="VIA-SD speculative decoding: export a verifier and its slim-verifier over one set of weights, and run them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (export, search, generate, bench, validate, build, triton, inspect, demo):
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"via-sd-export {version('via-sd-export')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """VIA-SD speculative decoding: export a verifier and its slim-verifier over one set of weights, and run them."""
+
+
+for verb in (export, search, generate, calibrate, bench, validate, build, triton, inspect, demo):
     app.command()(verb)
 
 

@@ -8,7 +8,7 @@ import typer
 
 from via_sd.runtime.backends import BACKENDS
 
-Threads = Annotated[int | None, typer.Option(help="Threads of one pass.", show_default="physical cores")]
+Threads = Annotated[int | None, typer.Option(help="Threads of one pass.", show_default="physical cores", min=1)]
 Backend = Annotated[str, typer.Option(help=f"What runs the bundle: {', '.join(BACKENDS)}.")]
 TrustEngines = Annotated[
     bool, typer.Option("--trust-engines", help="Run TensorRT engines that were not built on this machine.")

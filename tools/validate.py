@@ -8,7 +8,7 @@ something else is named. What a slim-verifier skips is skipped in transformers t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,8 @@ class Tolerance:
     """When an output passes: its `statistic` of the differences is within `absolute` or within `relative`.
 
     Attributes:
-        statistic: `elemwise` holds every element to it; `median` is for arithmetic whose rounding is no error.
+        statistic: `elemwise` holds every element to it; `median` is for arithmetic whose rounding is no error. The
+            median of a single position says little, so logits are then one output over all of them.
     """
 
     statistic: str
@@ -125,20 +126,28 @@ def validate_model(
         progress(f"comparing tier {tier}", None)
         mask = masks.get(tier)
         kept = [i for i in range(number) if mask is None or mask.keep_attention[i]]
-        task = _Task(tier, mask, steps, [i for i in kept if layers is None or i < layers], engine.kv["parts"])
+        compared = [i for i in kept if layers is None or i < layers]
+        task = _Task(tier, mask, steps, compared, engine.kv["parts"], tolerance.statistic == "elemwise")
         reports.append(_compare(engine, model, task, tokens, tolerance))
     return reports
 
 
 @dataclass(frozen=True)
 class _Task:
-    """What is compared of one tier: logits of each of the `steps`, and KV of the `layers`."""
+    """What is compared of one tier: logits of the `steps`, of each `apart` or of all as one, and KV of the `layers`."""
 
     tier: str
     mask: Mask | None
     steps: list[int]
     layers: list[int]
     parts: list[str]
+    apart: bool
+
+    def logits(self, of_steps: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """The outputs that are made of the logits of every step."""
+        if not self.apart:
+            return {"logits": np.concatenate(of_steps)}
+        return {name: logits for (name, *_), logits in zip(self.spans(), of_steps, strict=True)}
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
         """Name of the logits of a step, and the positions they are of."""
@@ -168,7 +177,8 @@ def _compare(engine: ReadableEngine, model: Any, task: _Task, tokens: np.ndarray
         results = Comparator.run(runners, data_loader=[{_TOKENS: tokens[None]}])
         finite = bool(Comparator.validate(results, check_inf=True, check_nan=True))
         Comparator.compare_accuracy(results, compare_func=recorded)
-    logits = [np.concatenate([results[name][0][output] for output, *_ in task.spans()]) for name in (OURS, REFERENCE)]
+    names = [output for output in results[OURS][0] if output.startswith("logits")]
+    logits = [np.concatenate([results[name][0][output] for output in names]) for name in (OURS, REFERENCE)]
     laws = compare_logits(*logits)
     return TierReport(task.tier, finite, laws.mean_kl, laws.top1_agreement, tuple(reports))
 
@@ -181,9 +191,13 @@ def _report(name: str, result: Any) -> OutputReport:
 
 
 def _our_outputs(engine: ReadableEngine, task: _Task, tokens: np.ndarray) -> dict[str, np.ndarray]:
-    slot, outputs = engine.new_slot(), {}
-    for name, start, stop in task.spans():
-        outputs[name] = logits_of(slot.forward(task.tier, tokens[start:stop].tolist(), start, stop - start))
+    slot = engine.new_slot()
+    outputs = task.logits(
+        [
+            logits_of(slot.forward(task.tier, tokens[start:stop].tolist(), start, stop - start))
+            for _, start, stop in task.spans()
+        ]
+    )
     for layer in task.layers:
         for part, values in zip(task.parts, slot.keys_values(layer), strict=True):
             outputs[f"{part} of layer {layer}"] = values[:, : len(tokens)].copy()
@@ -197,7 +211,7 @@ def _their_outputs(model: Any, task: _Task, tokens: np.ndarray) -> dict[str, np.
     with torch.no_grad(), _skipping(model, task.mask):
         cache = DynamicCache()  # told nothing of windows, it keeps every position
         logits = model(torch.from_numpy(tokens[None]), cache=cache).logits[0].numpy()
-    outputs = {name: logits[start:stop] for name, start, stop in task.spans()}
+    outputs = task.logits([logits[start:stop] for _, start, stop in task.spans()])
     for layer in task.layers:
         kept: Any = cache.layers[layer]
         for part, values in zip(task.parts, (kept.keys, kept.values), strict=True):

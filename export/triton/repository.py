@@ -51,12 +51,15 @@ def write_repository(
     """
     source = Path(bundle).resolve()
     read_manifest(source)
+    options = options or ServingOptions()
     with new_model(repository, name) as folder:
         if copy:
             # Plain files: ONNX Runtime reads no weights through a link.
             shutil.copytree(source, folder / "1" / "bundle")
+            if options.backend in (None, "onnxruntime"):  # it runs the bundle's own graphs
+                shutil.rmtree(folder / "1" / "bundle" / "engines", ignore_errors=True)
         named = "bundle" if copy else str(source)
-        config = model_config(name, named, options or ServingOptions(), warm_up=warm_up)
+        config = model_config(name, named, options, warm_up=warm_up)
         write_model(folder, config, warm_up=warm_up)
     return Path(repository) / name
 

@@ -100,7 +100,7 @@ def test_after_every_round_the_buffers_hold_what_fresh_passes_write(
             tapes = pipeline.current
             _assert_written(pipeline, tapes.verifier, tokens)
             if tapes.drafter is not None:
-                _assert_full_kv(pipeline._drafter, tapes.drafter, tokens)  # type: ignore[arg-type]
+                _assert_full_kv(pipeline.drafter, tapes.drafter, tokens)  # type: ignore[arg-type]
             rounds += 1
     assert rounds > 30
 

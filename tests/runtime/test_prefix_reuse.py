@@ -139,7 +139,7 @@ def test_a_second_turn_on_a_real_engine_is_what_it_would_be_cold(
     warm = pipeline.generate(prompt, mode=mode, **options)
     assert warm.stats["reused_prefix_tokens"] > 15
     cold = WatchedPipeline(
-        pipeline.bundle, pipeline.verifier, pipeline._drafter, max_sequences=1, retained_slots=0, slot_timeout=None
+        pipeline.bundle, pipeline.verifier, pipeline.drafter, max_sequences=1, retained_slots=0, slot_timeout=None
     ).generate(prompt, mode=mode, **options)
     assert cold.stats["reused_prefix_tokens"] == 0
     if mode == "routed":

@@ -17,6 +17,7 @@ from tests.runtime.table_engine import TableEngine, hashed_laws
 from tests.tiny import MAX_SEQ_LEN
 from via_sd.runtime import BundleError, GenerationConfig, Pipeline, RequestError, load_bundle
 from via_sd.runtime.bundle import fast_hash
+from via_sd.runtime.chat import render_chat
 
 
 @pytest.fixture
@@ -194,6 +195,17 @@ def test_an_empty_prompt_is_refused(prompt: Any, raw: bool, pipeline: WatchedPip
         pipeline.generate(prompt, raw=raw)
 
 
+@pytest.mark.parametrize("prompt", [3, None, [3], ["hello"], {"role": "user", "content": "x"}], ids=repr)
+def test_what_is_neither_text_nor_messages_is_refused(prompt: Any, pipeline: WatchedPipeline) -> None:
+    with pytest.raises(RequestError, match="neither a text nor a list of messages"):
+        pipeline.generate(prompt)
+
+
+def test_messages_a_template_cannot_put_together_are_refused() -> None:
+    with pytest.raises(RequestError, match="the chat template cannot render this conversation"):
+        render_chat("{{ '> ' + messages[0]['content'] }}", [{"role": "user", "content": 3}], {})
+
+
 @pytest.mark.parametrize("mode", ["plain", "speculative", "cascade", "routed", "auto"])
 @pytest.mark.parametrize("kind", ["ngram", "mask", "model"])
 def test_a_prompt_of_one_token_and_one_that_fills_the_buffer_but_one_are_served(
@@ -250,7 +262,6 @@ def test_a_conversation_goes_through_the_chat_template_and_a_raw_one_is_refused(
         {"seed": "7"},
         {"temperature": "warm"},
         {"max_lag": None},
-        {"alpha2": None},
         {"stop": 3},
         {"stop": ["a", 3]},
     ],
@@ -270,7 +281,15 @@ def test_an_unknown_option_is_refused_with_those_there_are(pipeline: WatchedPipe
 
 
 def test_what_may_be_left_out_may_be_none(pipeline: WatchedPipeline) -> None:
-    options = {"stop": None, "seed": None, "logprobs": None, "gamma": None, "max_divergence": None}
+    options = {
+        "stop": None,
+        "seed": None,
+        "logprobs": None,
+        "gamma": None,
+        "max_divergence": None,
+        "alpha1": None,
+        "router": None,
+    }
     assert pipeline.generate("x", raw=True, max_new_tokens=3, ignore_eos=True, **options).logprobs is None
 
 

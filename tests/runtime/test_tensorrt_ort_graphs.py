@@ -59,7 +59,7 @@ def test_greedy_decoding_and_the_router_never_ask_for_whole_rows(mode, pipeline,
 
     This drafter, which learned nothing, likes its padding, and that takes a row to mend; nobody else's is asked for.
     """
-    assert pipeline.verifier.vocab_size != pipeline._drafter.vocab_size
+    assert pipeline.verifier.vocab_size != pipeline.drafter.vocab_size
     widths, logits = set(), DeviceRow.logits.fget
 
     def watched(row: DeviceRow) -> np.ndarray:
@@ -68,7 +68,7 @@ def test_greedy_decoding_and_the_router_never_ask_for_whole_rows(mode, pipeline,
 
     monkeypatch.setattr(DeviceRow, "logits", property(watched))
     pipeline.generate("abc abc abc", mode=mode, max_new_tokens=48, ignore_eos=True, raw=True, logprobs=0)
-    assert widths <= {pipeline._drafter.vocab_size}
+    assert widths <= {pipeline.drafter.vocab_size}
     pipeline.generate("abc abc abc", mode=mode, max_new_tokens=8, raw=True, logprobs=1)
     assert pipeline.verifier.vocab_size in widths
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -497,3 +498,35 @@ def test_inspect_shows_people_the_same_facts(tiny_bundle):
     assert result.exit_code == 0
     for text in ("bundle", "llama", "fp32", "256", "slim", "ngram"):
         assert text in result.stdout
+
+
+def test_inspect_shows_people_how_much_a_tier_skips_and_what_lies_beside_the_bundle(tiny_bundle, tmp_path):
+    assert "slim (33% of the layers skipped)" in " ".join(invoke("inspect", tiny_bundle).stdout.split())
+    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    (bundle / "policy").mkdir()
+    (bundle / "policy" / "here.json").write_text("{}")
+    facts = json.loads(invoke("inspect", bundle, "--json").stdout)
+    assert (facts["engines"], facts["policies"]) == ([], ["here.json"])
+
+
+# -- all of them -----------------------------------------------------------------------------------------------------
+
+
+def test_the_version_is_that_of_the_package():
+    result = run_script("--version")
+    assert (result.returncode, result.stdout) == (0, f"via-sd-export {version('via-sd-export')}\n")
+
+
+def test_a_library_of_an_extra_that_is_not_installed_is_one_message(tiny_bundle, monkeypatch):
+    monkeypatch.delitem(sys.modules, "via_sd.export.frontend", raising=False)
+    monkeypatch.setitem(sys.modules, "onnx_ir", None)
+    message = "this needs onnx_ir, which is not installed: pip install 'via-sd-export[export]'"
+    refused(invoke("validate", tiny_bundle, "--reference", "nowhere"), message)
+
+
+def test_a_text_that_fills_the_buffers_says_so(tiny_bundle):
+    full = invoke("generate", tiny_bundle, "--prompt", "x" * 250, "--raw", "--ignore-eos", "--max-new-tokens", "50")
+    message = "the KV buffers are full (256 tokens, 250 of them the prompt's): export with a larger --max-seq-len"
+    assert message in " ".join(full.stderr.split())
+    short = invoke("generate", tiny_bundle, "--prompt", "x", "--raw", "--ignore-eos", "--max-new-tokens", "5")
+    assert "KV buffers" not in short.stderr

@@ -265,6 +265,17 @@ def test_a_bundle_is_searched_by_sublayers_on_a_text_file(whole: tuple[list[obje
     assert mask.model.to_json() == manifest["model"]
 
 
+def test_a_mask_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+    there = tmp_path / "there.json"
+    there.write_text("a mask")
+    text = tmp_path / "text.txt"
+    text.write_text("words")
+    done = CliRunner().invoke(app, ["search", "model", "--out", str(there), "--text", str(text)])
+    assert done.exit_code == 2
+    assert "there.json exists; choose another --out, or delete it" in " ".join(done.stderr.split())
+    assert there.read_text() == "a mask"
+
+
 def test_a_killed_search_goes_on_with_resume_and_not_without(whole: tuple[list[object], Path], tmp_path: Path) -> None:
     arguments, file = whole
     state = file.with_suffix(".search.jsonl").read_text(encoding="utf-8").splitlines()

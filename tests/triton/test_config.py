@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,16 @@ def test_the_model_has_the_tensors_of_the_contract_and_is_decoupled(bundle: Path
     outputs = [(each.name, data_type[each.data_type].name, tuple(each.dims)) for each in config.output]
     assert outputs == [(each.name, f"TYPE_{each.data_type}", each.dims) for each in OUTPUTS]
     assert not next(each for each in config.input if each.name == "text_input").optional
+
+
+@pytest.mark.parametrize(("backend", "wanted"), [(None, False), ("onnxruntime", False), ("portable-cpu", True)])
+def test_engines_are_copied_for_a_backend_that_runs_them(backend, wanted, bundle: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(bundle, tmp_path / "source"))
+    (source / "engines").mkdir()
+    (source / "engines" / "full.plan").write_bytes(b"plan")
+    model = write_repository(source, tmp_path / "models", options=ServingOptions(backend=backend))
+    assert (model / "1" / "bundle" / "engines" / "full.plan").is_file() == wanted
+    assert (model / "1" / "bundle" / "bundle.json").is_file()
 
 
 def test_options_become_parameters_and_placement(bundle: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from via_sd.runtime import MODES, Pipeline
 from via_sd.runtime.backends import ONNXRUNTIME
-from via_sd.tools.bench import run_bench, summarise
+from via_sd.tools.bench import run_bench, settings_of, summarise
 from via_sd.tools.commands.demo import comparison
 from via_sd.tools.console import CommandError, command, err, out, progress_bar
 from via_sd.tools.options import Backend, Threads, TrustEngines
@@ -26,8 +26,8 @@ def bench(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Length of every answer.")] = 128,
     repeats: Annotated[int, typer.Option(help="Times every prompt is generated in every mode.")] = 3,
-    alpha1: Annotated[float, typer.Option(help="Router: see generate.")] = 0.5,
-    alpha2: Annotated[float, typer.Option(help="Router: see generate.")] = 0.3,
+    alpha1: Annotated[float | None, typer.Option(help="Router: see generate.", show_default="0.5")] = None,
+    alpha2: Annotated[float | None, typer.Option(help="Router: see generate.", show_default="0.3")] = None,
     router: Annotated[str, typer.Option(help="Router: see generate.")] = "adaptive",
     threads: Threads = None,
     backend: Backend = ONNXRUNTIME,
@@ -46,7 +46,7 @@ def bench(
         samples = run_bench(
             pipeline,
             wanted,
-            chosen,
+            settings_of(chosen),
             max_new_tokens=max_new_tokens,
             repeats=repeats,
             progress=progress,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +12,8 @@ import typer
 from rich.table import Table
 
 from via_sd.masks import parse_mask, write_mask
-from via_sd.runtime import EXACT_MODES, MODES, Pipeline
-from via_sd.tools.bench import run_bench, summarise
+from via_sd.runtime import MODES, Pipeline
+from via_sd.tools.bench import run_bench, settings_of, summarise
 from via_sd.tools.commands.generate import show, summary
 from via_sd.tools.console import command, err, out, progress_bar
 from via_sd.tools.prompts import Prompt
@@ -53,7 +54,9 @@ def demo(
     for mode in MODES:
         _show(pipeline, mode, max_new_tokens)
     with progress_bar() as progress:
-        samples = run_bench(pipeline, PROMPTS, list(MODES), max_new_tokens=max_new_tokens, repeats=1, progress=progress)
+        samples = run_bench(
+            pipeline, PROMPTS, settings_of(MODES), max_new_tokens=max_new_tokens, repeats=1, progress=progress
+        )
     out.print(comparison(summarise(samples, PROMPTS)))
     out.print(
         "A 135M model has few layers to spare, so its slim-verifier disagrees often and the middle tier does not pay "
@@ -62,8 +65,8 @@ def demo(
     )
 
 
-def comparison(figures: dict[str, dict[str, Any]]) -> Table:
-    """Modes by speed, overall and per bucket, with what decided it."""
+def comparison(figures: Mapping[str, Mapping[str, Any]], approximate: Collection[str] = ("routed",)) -> Table:
+    """Settings by speed, overall and per bucket, with what decided it; `approximate` are those that are not exact."""
     buckets = [b for b in next(iter(figures.values())) if b != "all"]
     table = Table(title="tokens per second (over plain)", title_justify="left")
     for name in ("mode", "output", *buckets, "all", "rejected", "full calls/token", "divergence", "same as plain"):
@@ -72,7 +75,7 @@ def comparison(figures: dict[str, dict[str, Any]]) -> Table:
         every = by_bucket["all"]
         table.add_row(
             mode,
-            "exact" if mode in EXACT_MODES else "approximate",
+            "approximate" if mode in approximate else "exact",
             *(_speed(by_bucket[b]) for b in [*buckets, "all"]),
             _percent(every["rejection_rate"]),
             f"{every['full_calls_per_token']:.2f}",

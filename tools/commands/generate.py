@@ -40,11 +40,18 @@ def generate(
         int | None, typer.Option(help="With --json: each token's log-probability and this many alternatives.")
     ] = None,
     gamma: Annotated[int | None, typer.Option(help="Length of drafted blocks.", show_default="adaptive")] = None,
-    alpha1: Annotated[float, typer.Option(help="Router: how far below slim's best a draft token may be.")] = 0.5,
-    alpha2: Annotated[float, typer.Option(help="Router: how unsure slim may be before full is asked.")] = 0.3,
+    alpha1: Annotated[
+        float | None, typer.Option(help="Router: how far below slim's best a draft token may be.", show_default="0.5")
+    ] = None,
+    alpha2: Annotated[
+        float | None, typer.Option(help="Router: how unsure slim may be before full is asked.", show_default="0.3")
+    ] = None,
     router: Annotated[
-        str, typer.Option(help="Routed: `paper` asks slim first every round, `adaptive` where that pays.")
-    ] = "adaptive",
+        str | None,
+        typer.Option(
+            help="Routed: `paper` asks slim first every round, `adaptive` where that pays.", show_default="adaptive"
+        ),
+    ] = None,
     max_lag: Annotated[int, typer.Option(help="Emitted tokens that may stand unseen by the full verifier.")] = 64,
     max_divergence: Annotated[
         float | None, typer.Option(help="Routed: tighten the router above this share of differing tokens.")
@@ -84,6 +91,10 @@ def generate(
         show(chunk)
     out.print()
     err.print(summary(stream.completion), highlight=False)
+    done = stream.completion
+    if done.finish_reason == "length" and len(done.token_ids) < max_new_tokens:
+        full = f"{pipeline.capacity} tokens, {done.prompt_tokens} of them the prompt's"
+        err.print(f"the KV buffers are full ({full}): export with a larger --max-seq-len", highlight=False)
 
 
 def show(chunk: Chunk) -> None:
@@ -105,7 +116,9 @@ def summary(completion: Completion) -> Text:
     if stats["evaluated_tokens"]:
         parts.append(f"{stats['accepted_tokens']} of {stats['evaluated_tokens']} drafted tokens accepted")
     if stats["divergence"]["rate"] is not None:
-        parts.append(f"divergence {stats['divergence']['rate']:.1%} of {stats['divergence']['checked']} audited")
+        parts.append(
+            f"divergence {stats['divergence']['rate']:.1%} over {stats['divergence']['checked']} audited tokens"
+        )
     text = Text(" | ".join(parts) + " | ", style="dim")
     for tier, count in stats["tier_counts"].items():
         text.append(f"{tier} {count / emitted:.0%} ", style=TIER_STYLES[tier])

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from via_sd.masks import Mask, read_mask
 from via_sd.runtime import Bundle, load_bundle
+from via_sd.runtime.policy import FOLDER
 from via_sd.tools.console import CommandError, command, out, print_json
 from via_sd.tools.options import AsJson
 
@@ -29,6 +30,8 @@ def inspect(
         return
     table = Table(show_header=False, box=None)
     for key, value in facts.items():
+        if key == "tiers":
+            value = ", ".join(f"{name} ({share:.0%} of the layers skipped)" for name, share in value.items())
         table.add_row(key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
     out.print(table)
 
@@ -44,6 +47,8 @@ def _bundle_facts(bundle: Bundle) -> dict[str, Any]:
         "tiers": {"full": 0.0, **{name: mask.skip_ratio for name, mask in bundle.masks.items()}},
         "slim": bundle.slim,
         "drafter": manifest["drafter"]["kind"],
+        "engines": list(manifest.get("engines", {})),
+        "policies": sorted(file.name for file in (bundle.path / FOLDER).glob("*.json")),
         "bytes": {name: entry["size"] for name, entry in manifest["files"].items()},
         "check": manifest["check"],
         "made_by": manifest["made_by"],

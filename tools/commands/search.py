@@ -93,6 +93,8 @@ def search(
     if not resume:
         for file in files:
             refuse_unfinished(_beside(file, ".search.jsonl"))
+            if file.exists():
+                raise CommandError(f"{file} exists; choose another --out, or delete it")
     pyplot()  # rather now than when the search is done
     points: list[FrontPoint] = []
     with progress_bar() as progress:
