@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from via_sd.runtime.tensorrt.trust import built_here
 from via_sd.tools.commands.build import build
+from via_sd.tools.commands.inspect import inspect
 from via_sd.tools.gpu_check import LIMITS, gpu_check
 
 pytest.importorskip("tensorrt_rtx", reason="needs the tensorrt-rtx extra")
@@ -60,6 +61,19 @@ def test_build_prints_what_it_made_and_notes_that_it_was_made_here(bundle):
     assert again.exit_code == 0
     assert again.stdout.count("unchanged") == 2
     assert "built, not run" in " ".join(again.stdout.split())
+    shown = json.loads(invoke(inspect, folder, "--json").stdout)
+    assert (shown["kind"], shown["target"], shown["dtype"]) == ("engines", "tensorrt-rtx", "fp16")
+    assert shown["compute_capabilities"] == ["8.9"]
+    assert {name: engine["bytes"] for name, engine in shown["engines"].items()} == {
+        name: (folder / f"{name}.plan").stat().st_size for name in ("full", "slim")
+    }
+    one = json.loads(invoke(inspect, folder / "slim.plan", "--json").stdout)
+    assert one["engines"] == {"slim": shown["engines"]["slim"]}
+    assert json.loads(invoke(inspect, bundle, "--json").stdout)["engines"] == ["tensorrt-rtx"]
+    (folder / "other.plan").touch()
+    refused(invoke(inspect, folder / "other.plan"), "engines.json does not list other.plan")
+    (folder / "engines.json").write_text("{}")
+    refused(invoke(inspect, folder), "is None version None, this release reads via-sd-engines 2")
 
 
 @pytest.mark.parametrize(

@@ -433,6 +433,16 @@ def test_bench_compares_modes_with_plain_decoding_in_the_same_run(tiny_bundle, p
         assert text in result.stdout
 
 
+def test_a_bench_report_is_a_page_with_the_table_and_where_it_was_measured(tiny_bundle, prompts, tmp_path):
+    result = invoke("bench", tiny_bundle, "--prompts", prompts, "--modes", "speculative", "--max-new-tokens", 8,
+                    "--repeats", 1, "--threads", 1, "--report", tmp_path / "report.html")  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert page.startswith("<!DOCTYPE html>")
+    for text in ("speculative", "exact", "copy", "cores", "1 threads", "2 prompts, 8 tokens, 1 repeats", "fp32"):
+        assert text in page, text
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

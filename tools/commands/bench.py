@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import platform
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from via_sd.masks.files import write_whole
 from via_sd.runtime import MODES, Pipeline
 from via_sd.runtime.backends import ONNXRUNTIME
+from via_sd.runtime.policy import this_machine
 from via_sd.tools.bench import run_bench, settings_of, summarise
 from via_sd.tools.commands.demo import comparison
 from via_sd.tools.console import CommandError, command, err, out, progress_bar
 from via_sd.tools.options import Backend, Threads, TrustEngines
 from via_sd.tools.prompts import read_prompts
+from via_sd.tools.report import write_report
 
 
 @command
@@ -33,6 +39,9 @@ def bench(
     backend: Backend = ONNXRUNTIME,
     trust_engines: TrustEngines = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every figure there.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write the table there as HTML, with where it was measured.")
+    ] = None,
 ) -> None:
     """Measure the decoding modes of BUNDLE on PROMPTS, greedy, modes in turn, in one run."""
     wanted = read_prompts(prompts)
@@ -55,7 +64,21 @@ def bench(
             router=router,
         )
     figures = summarise(samples, wanted)
-    out.print(comparison(figures))
+    table = comparison(figures)
+    out.print(table)
     if json_file:
-        json_file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-        err.print(f"wrote {json_file}", highlight=False)
+        write_whole(json_file, json.dumps(figures, indent=1) + "\n")
+    if report:
+        machine = this_machine(backend, threads)
+        facts = {
+            "bundle": f"{bundle.resolve().name}, {pipeline.bundle.precision}",
+            "tiers": ", ".join(pipeline.verifier.tiers),
+            "drafter": pipeline.bundle.manifest["drafter"]["kind"],
+            "machine": f"{machine.processor}, {machine.cores} cores, {platform.system()}",
+            "backend": f"{backend}, {'all' if threads is None else threads} threads",
+            "measured": f"{len(wanted)} prompts, {max_new_tokens} tokens, {repeats} repeats, greedy, modes in turn",
+            "made by": f"via-sd-export {version('via-sd-export')}, {date.today().isoformat()}",
+        }
+        write_report(report, "Decoding modes", facts, table)
+    for file in filter(None, (json_file, report)):
+        err.print(f"wrote {file}", highlight=False)

@@ -12,19 +12,25 @@ from rich.table import Table
 from via_sd.masks import Mask, read_mask
 from via_sd.runtime import Bundle, load_bundle
 from via_sd.runtime.policy import FOLDER
+from via_sd.runtime.tensorrt.files import ENGINES, read_manifest
 from via_sd.tools.console import CommandError, command, out, print_json
 from via_sd.tools.options import AsJson
 
 
 @command
 def inspect(
-    path: Annotated[Path, typer.Argument(help="Bundle directory or mask file.")],
+    path: Annotated[Path, typer.Argument(help="Bundle directory, mask file, or engines: their folder or one plan.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show what a BUNDLE or a MASK is; a bundle's files are checked against their hashes."""
+    """Show what a BUNDLE, a MASK or an ENGINE is; a bundle's files are checked against their hashes."""
     if not path.exists():
-        raise CommandError(f"{path} does not exist; wanted a bundle directory or a mask file")
-    facts = _bundle_facts(load_bundle(path)) if path.is_dir() else _mask_facts(read_mask(path))
+        raise CommandError(f"{path} does not exist; wanted a bundle directory, a mask file, or engines")
+    if path.suffix == ".plan" or (path / ENGINES).is_file():
+        facts = _engine_facts(path)
+    elif path.is_dir():
+        facts = _bundle_facts(load_bundle(path))
+    else:
+        facts = _mask_facts(read_mask(path))
     if as_json:
         print_json(facts, ensure_ascii=False)
         return
@@ -52,6 +58,31 @@ def _bundle_facts(bundle: Bundle) -> dict[str, Any]:
         "bytes": {name: entry["size"] for name, entry in manifest["files"].items()},
         "check": manifest["check"],
         "made_by": manifest["made_by"],
+    }
+
+
+def _engine_facts(path: Path) -> dict[str, Any]:
+    """Of every engine in a folder, or of one plan."""
+    manifest = read_manifest(path / ENGINES if path.is_dir() else path.with_name(ENGINES))
+    request, files = manifest["request"], manifest["files"]
+    wanted = {name: e for name, e in manifest["engines"].items() if path.is_dir() or e["plan"] == path.name}
+    if not wanted:
+        raise CommandError(f"{path.with_name(ENGINES)} does not list {path.name}")
+    return {
+        "kind": "engines",
+        "version": manifest["version"],
+        **{key: request[key] for key in ("target", "library", "platform", "dtype", "compute_capabilities")},
+        "embed_weights": request["embed_weights"],
+        "weights_bytes": files[manifest["weights"]["file"]]["size"],
+        "engines": {
+            name: {
+                "plan": entry["plan"],
+                "bytes": files[entry["plan"]]["size"],
+                "build_seconds": entry["build_seconds"],
+                "profiles": request["profiles"][entry["model"]],
+            }
+            for name, entry in wanted.items()
+        },
     }
 
 
