@@ -21,7 +21,7 @@ from via_sd.runtime.engine import FULL, Engine
 from via_sd.runtime.errors import BundleError, RequestError
 from via_sd.runtime.gamma import StepCost
 from via_sd.runtime.kv import SlotPool, Tape
-from via_sd.runtime.policy import Policy, read_policy, this_machine
+from via_sd.runtime.policy import Policy, find_policy, read_policy, this_machine
 from via_sd.runtime.sampling import Processor
 from via_sd.runtime.stream import CompletionStream
 
@@ -77,7 +77,12 @@ class Pipeline:
         self.verifier = verifier
         self.eos_token_ids = frozenset(int(token) for token in bundle.manifest["tokenizer"]["eos_token_ids"])
         self.capacity = verifier.max_seq_len
-        self.use(policy)
+        slim = bundle.masks.get(bundle.slim or "")
+        self.policy = policy
+        self.step_cost = StepCost(policy.full_cost if policy else _DEFAULT_COST[bundle.precision])
+        self.slim_cost = 1 - _LAYER_SHARE * slim.skip_ratio if slim else 1.0
+        if policy and policy.slim_cost is not None:
+            self.slim_cost = policy.slim_cost
         self._pool = SlotPool(verifier, max_sequences, retained_slots)
         self.drafter = drafter
         # A sequence has its verifier slot before it asks for a drafter slot, so this one never waits.
@@ -96,7 +101,7 @@ class Pipeline:
         slot_timeout: float | None = None,
         verify: bool = True,
         trust_engines: bool = False,
-        use_policy: bool = True,
+        policy: str | Path | bool = True,
     ) -> Pipeline:
         """Load the bundle at `path`.
 
@@ -109,10 +114,11 @@ class Pipeline:
             slot_timeout: seconds a request waits for a slot before `BusyError`; None waits for as long as it takes.
             verify: compare the hash of every file with the manifest.
             trust_engines: run TensorRT engines that were not built on this machine.
-            use_policy: take what `calibrate` found for this machine, backend and number of threads, if it was run.
+            policy: take what `calibrate` left in the bundle for this machine, backend and number of threads, if it was
+                run; or the file it wrote elsewhere; or nothing (False).
 
         Raises:
-            BundleError: no bundle, a damaged one, a policy of other files, or no engine installed to run it.
+            BundleError: no bundle or policy, a damaged one, or no engine installed to run it.
         """
         bundle = load_bundle(path, verify=verify)
         if bundle.precision not in _DEFAULT_COST:
@@ -120,6 +126,11 @@ class Pipeline:
                 f"{bundle.path} has weights in {bundle.precision}, this runtime takes {', '.join(_DEFAULT_COST)}; "
                 "export the bundle again in one of these"
             )
+        found = None
+        if policy is True:
+            found = find_policy(bundle, this_machine(backend, threads))
+        elif policy:
+            found = read_policy(Path(policy), bundle, backend)
         engine, drafter = open_engines(bundle, backend, threads=threads, trust_engines=trust_engines, verify=verify)
         return cls(
             bundle,
@@ -128,18 +139,8 @@ class Pipeline:
             max_sequences=max_sequences,
             retained_slots=retained_slots,
             slot_timeout=slot_timeout,
-            policy=read_policy(bundle, this_machine(backend, threads)) if use_policy else None,
+            policy=found,
         )
-
-    def use(self, policy: Policy | None) -> None:
-        """Decode as `policy` says from the next request on; without one, as is usual where nothing was measured."""
-        bundle = self.bundle
-        slim = bundle.masks.get(bundle.slim or "")
-        self.policy = policy
-        self.step_cost = StepCost(policy.full_cost if policy else _DEFAULT_COST[bundle.precision])
-        self.slim_cost = 1 - _LAYER_SHARE * slim.skip_ratio if slim else 1.0
-        if policy and policy.slim_cost is not None:
-            self.slim_cost = policy.slim_cost
 
     # -- prompts -----------------------------------------------------------------------------------------------------
 
@@ -223,8 +224,11 @@ class Pipeline:
     def resolve(self, config: GenerationConfig) -> GenerationConfig:
         """`config` with the mode that `auto` means here, and what goes with that where `config` is silent."""
         if config.mode == AUTO:
-            mode, options = (self.policy.mode, self.policy.options) if self.policy else ("speculative", {})
-            config = replace(config, mode=mode, **{k: v for k, v in options.items() if getattr(config, k) is None})
+            meant: Mapping[str, Any] = {"mode": "speculative"}
+            if self.policy is not None:
+                meant = self.policy.options_for(config.temperature, config.max_divergence)
+            open_ = {name: value for name, value in meant.items() if name == "mode" or getattr(config, name) is None}
+            config = replace(config, **open_)
         if config.mode in ("cascade", "routed") and self.bundle.slim is None:
             raise RequestError(
                 f"mode {config.mode} needs a slim-verifier, and this bundle was exported without a mask; "

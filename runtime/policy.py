@@ -6,21 +6,21 @@ import hashlib
 import json
 import os
 import platform
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from via_sd.runtime.backends import ON_CPU
+from via_sd.runtime.backends import ON_CPU, ONNXRUNTIME
 from via_sd.runtime.bundle import Bundle
 from via_sd.runtime.errors import BundleError
-from via_sd.runtime.modes import MODES
+from via_sd.runtime.modes import EXACT_MODES, MODES
 from via_sd.runtime.tensorrt.cuda import Cuda
 
 FORMAT = "via-sd-policy"
 VERSION = 1
 FOLDER = "policy"
-_AGAIN = "measure again: via-sd-export calibrate"
 
 
 @dataclass(frozen=True)
@@ -52,62 +52,85 @@ class Policy:
     """A calibration's result.
 
     Attributes:
-        mode: what `auto` means.
-        options: fields of `GenerationConfig` that go with it where a request leaves them open.
+        auto: the fastest mode, with fields of `GenerationConfig` that go with it where a request leaves them open.
+        exact: the fastest exact mode, which `auto` means where `auto` would not be within a request's wishes.
         full_cost: time of a full pass over S tokens, in passes over one, by S.
         slim_cost: of a slim pass, in full passes over as many tokens; None without a slim-verifier.
         draft_cost: of one drafted token, in full passes over one; None for a drafter that runs no model.
     """
 
-    mode: str
-    options: Mapping[str, Any]
+    auto: Mapping[str, Any]
+    exact: str
     full_cost: Mapping[int, float]
-    slim_cost: float | None
-    draft_cost: float | None
+    slim_cost: float | None = None
+    draft_cost: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.auto["mode"] not in MODES or self.exact not in EXACT_MODES:
+            raise ValueError(f"modes {self.auto['mode']!r} and {self.exact!r}")
+        costs = [*self.full_cost.values(), self.slim_cost or 1.0, self.draft_cost or 1.0]
+        if 1 not in self.full_cost or not all(0 < cost < float("inf") for cost in costs):
+            raise ValueError("costs that are none")
+
+    def options_for(self, temperature: float, max_divergence: float | None) -> Mapping[str, Any]:
+        """What `auto` means for a request: the measured mode, unless it is approximate where that was not measured
+        (it was for greedy text) or further from the full verifier than the request allows.
+        """
+        limit = self.auto.get("max_divergence")
+        fits = temperature == 0 and (max_divergence is None or (limit is not None and limit <= max_divergence))
+        return self.auto if self.auto["mode"] in EXACT_MODES or fits else {"mode": self.exact}
 
 
 def this_machine(backend: str, threads: int | None) -> Machine:
     """The machine this process runs on."""
-    return Machine(_cpu() if backend in ON_CPU else _gpu(), len(os.sched_getaffinity(0)), backend, threads)
+    return Machine(_cpu() if backend in ON_CPU else _gpu(), _cores(), backend, threads)
 
 
 def policy_file(bundle: Bundle, machine: Machine) -> Path:
     return bundle.path / FOLDER / f"{machine.key}.json"
 
 
-def bundle_digest(bundle: Bundle) -> str:
-    """Names what was measured: the bundle's files, whatever else was put beside them since."""
-    files = {name: entry["xxh3"] for name, entry in bundle.manifest["files"].items()}
+def measured_files(bundle: Bundle, backend: str) -> str:
+    """A digest of the files that were measured: the bundle's own, and the engines' where these run."""
+    files: dict[str, Any] = {name: entry["xxh3"] for name, entry in bundle.manifest["files"].items()}
+    if backend != ONNXRUNTIME:
+        files |= bundle.manifest.get("engines", {})
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
-def read_policy(bundle: Bundle, machine: Machine) -> Policy | None:
-    """The policy of `bundle` for `machine`; None where it was not calibrated.
+def find_policy(bundle: Bundle, machine: Machine) -> Policy | None:
+    """The policy that lies in `bundle` for `machine`; None where it was not calibrated.
 
-    Raises:
-        BundleError: a policy that is damaged, or was measured with other files than the bundle has.
+    One that cannot be relied on is not used: a warning names it.
     """
     file = policy_file(bundle, machine)
+    if not file.exists():
+        return None
+    try:
+        return read_policy(file, bundle, machine.backend)
+    except BundleError as error:
+        warnings.warn(f"{error}; until then the defaults hold", stacklevel=2)
+        return None
+
+
+def read_policy(file: Path, bundle: Bundle, backend: str) -> Policy:
+    """Read a policy.
+
+    Raises:
+        BundleError: one that is missing or damaged, or was measured with other files than `bundle` has.
+    """
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise BundleError(f"cannot read {file} ({error}); delete it or {_AGAIN} {bundle.path}") from None
-    if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (FORMAT, VERSION):
-        raise BundleError(f"{file} is no {FORMAT} version {VERSION}; delete it or {_AGAIN} {bundle.path}")
-    if data["bundle"] != bundle_digest(bundle):
-        raise BundleError(f"{file} was measured with other files than {bundle.path} has now; {_AGAIN} {bundle.path}")
-    auto, costs = data["auto"], data["costs"]
-    if auto["mode"] not in MODES:
-        raise BundleError(f"{file} chooses mode {auto['mode']!r}, modes are {', '.join(MODES)}; {_AGAIN} {bundle.path}")
-    return Policy(
-        auto["mode"],
-        auto["options"],
-        {int(tokens): cost for tokens, cost in costs["full"].items()},
-        costs["slim"],
-        costs["draft"],
-    )
+        if (data["format"], data["version"]) != (FORMAT, VERSION):
+            raise ValueError(f"it is no {FORMAT} version {VERSION}")
+        if data["files"] != measured_files(bundle, backend):
+            raise ValueError("it was measured with other files than the bundle has now")
+        costs = data["costs"]
+        full = {int(tokens): float(cost) for tokens, cost in costs["full"].items()}
+        return Policy(dict(data["auto"]), data["exact"], full, costs["slim"], costs["draft"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = str(error) if isinstance(error, (OSError, ValueError)) else f"it is damaged: {error!r}"
+        raise BundleError(f"{file} is no policy to go by ({reason}); measure again: via-sd-export calibrate") from None
 
 
 def policy_json(bundle: Bundle, machine: Machine, policy: Policy, measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,21 +138,30 @@ def policy_json(bundle: Bundle, machine: Machine, policy: Policy, measured: Mapp
     return {
         "format": FORMAT,
         "version": VERSION,
-        "bundle": bundle_digest(bundle),
+        "files": measured_files(bundle, machine.backend),
         "machine": asdict(machine),
-        "auto": {"mode": policy.mode, "options": dict(policy.options)},
+        "auto": dict(policy.auto),
+        "exact": policy.exact,
         "costs": {"full": dict(policy.full_cost), "slim": policy.slim_cost, "draft": policy.draft_cost},
         "measured": dict(measured),
     }
 
 
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _cpu() -> str:
+    """The processor's name; on Arm, where the kernel gives none, its makers' numbers."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    fields = [tuple(part.strip() for part in line.split(":", 1)) for line in lines if ":" in line]
+    for wanted in (("model name",), ("CPU implementer", "CPU part", "CPU variant")):
+        if found := sorted({f"{name} {value}" for name, value in fields if name in wanted}):
+            return ", ".join(found).removeprefix("model name ")
+    return platform.processor() or platform.machine()
 
 
 def _gpu() -> str:

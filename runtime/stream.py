@@ -36,11 +36,12 @@ class CompletionStream(Iterator[Chunk]):
     def __init__(
         self, pipeline: Pipeline, prompt: list[int], config: GenerationConfig, cancel: threading.Event
     ) -> None:
-        self.prompt_tokens = len(prompt)
         config = pipeline.resolve(config)
+        self.prompt_tokens = len(prompt)
         self.mode = config.mode
-        self._completion: Completion | None = None
-        self._chunks = self._generate(pipeline, prompt, config, cancel)
+        self._ended: list[Completion] = []
+        # Not a method's generator, which would hold the stream that holds it: a dropped stream has to end at once.
+        self._chunks = _generate(pipeline, prompt, config, cancel, self._ended)
 
     def __iter__(self) -> CompletionStream:
         return self
@@ -55,38 +56,40 @@ class CompletionStream(Iterator[Chunk]):
     @property
     def completion(self) -> Completion:
         """The whole generation, once the stream has ended."""
-        if self._completion is None:
+        if not self._ended:
             raise RequestError("the stream has not ended; iterate it to its end first")
-        return self._completion
+        return self._ended[0]
 
-    def _generate(
-        self, pipeline: Pipeline, prompt: list[int], config: GenerationConfig, cancel: threading.Event
-    ) -> Generator[Chunk, None, None]:
-        stats, sampling = Stats(self.mode), config.sampling()
-        output = _Output(pipeline, config)
-        with pipeline.tapes(prompt) as tapes:
-            stats.reused_prefix = tapes.reused
-            run = _new_run(pipeline, tapes, prompt, config, sampling, output, stats)
-            rounds = MODES[self.mode](run)
-            for _ in rounds:
-                if stats.rounds == 1:
-                    stats.seconds["prefill"] = tapes.verifier.usage[FULL].seconds
-                if not run.done and cancel.is_set():
-                    output.reason = "cancelled"
-                elif run.done and output.reason is None:
-                    output.reason = "length"
-                if output.reason is not None:
-                    _account(stats, run, tapes)
-                # Between rounds the buffers agree with the tokens, so they are worth keeping if nobody comes back.
-                tapes.tokens = run.tokens
-                with stats.paused():
-                    yield output.chunk()
-                tapes.tokens = []
-                if output.reason == "cancelled":
-                    break
-            rounds.close()
+
+def _generate(
+    pipeline: Pipeline, prompt: list[int], config: GenerationConfig, cancel: threading.Event, ended: list[Completion]
+) -> Generator[Chunk, None, None]:
+    """Chunks of one generation, which is put into `ended` behind the last."""
+    stats, sampling = Stats(config.mode), config.sampling()
+    output = _Output(pipeline, config)
+    with pipeline.tapes(prompt) as tapes:
+        stats.reused_prefix = tapes.reused
+        run = _new_run(pipeline, tapes, prompt, config, sampling, output, stats)
+        rounds = MODES[config.mode](run)
+        for _ in rounds:
+            if stats.rounds <= 1:
+                stats.seconds["prefill"] = tapes.verifier.usage[FULL].seconds
+            if not run.done and cancel.is_set():
+                output.reason = "cancelled"
+            elif run.done and output.reason is None:
+                output.reason = "length"
+            if output.reason is not None:
+                _account(stats, run, tapes)
+            # Between rounds the buffers agree with the tokens, so they are worth keeping if nobody comes back.
             tapes.tokens = run.tokens
-        self._completion = output.completion(self.prompt_tokens, stats, sampling.seed)
+            with stats.paused():
+                yield output.chunk()
+            tapes.tokens = []
+            if output.reason == "cancelled":
+                break
+        rounds.close()
+        tapes.tokens = run.tokens
+    ended.append(output.completion(len(prompt), stats, sampling.seed))
 
 
 class _Output:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from via_sd.runtime import GenerationConfig, Pipeline
+from via_sd.tools.console import CommandError
 from via_sd.tools.prompts import Prompt
 
 PLAIN = "plain"
@@ -43,12 +44,19 @@ def run_bench(
     """Generate every prompt in every setting, settings in turn so that a drifting machine meets all alike.
 
     Greedy unless `options` say otherwise, end-of-sequence ignored so that every run has the same length; `routed` ends
-    with an audit of its tail. One untimed generation of each setting warms up.
+    with an audit of its tail. One untimed generation of each setting warms up, and another puts the KV of a prompt into
+    the buffers, a model drafter's too: else the first setting would read it for all that follow.
 
     Args:
         settings: label -> options of a request, the mode among them; plain decoding is measured in any case.
         options: of every request, under those of its setting.
     """
+    for prompt in prompts:
+        room = pipeline.capacity - len(pipeline.encode(prompt.text))
+        if room < max_new_tokens:
+            raise CommandError(
+                f"prompt {prompt.text[:40]!r}… leaves room for {room} tokens in the KV buffers, wanted {max_new_tokens}"
+            )
     every = {PLAIN: {"mode": PLAIN}, **settings}
     base = {"max_new_tokens": max_new_tokens, "ignore_eos": True, "audit_tail": True, **options}
     for setting in every.values():
@@ -57,6 +65,7 @@ def run_bench(
     total = repeats * len(prompts) * len(every)
     for repeat in range(repeats):
         for index, prompt in enumerate(prompts):
+            pipeline.generate(prompt.text, GenerationConfig(mode="speculative", **{**base, "max_new_tokens": 3}))
             for label, setting in every.items():
                 completion = pipeline.generate(prompt.text, GenerationConfig(**{**base, **setting}))
                 samples.append(Sample(label, index, repeat, completion.token_ids, completion.stats))

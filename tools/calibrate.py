@@ -1,7 +1,8 @@
 """Find what `auto` should do on this machine: what passes cost here, and which mode is fastest on the user's prompts.
 
-Nothing is predicted: a model of speculative decoding that is a few per cent off picks the wrong mode, and a short run
-tells. All candidates run on a first, short round; the best of them, and plain decoding, on the whole one.
+Nothing is predicted: a model of speculative decoding that is a few per cent off picks the wrong mode, and a run tells.
+Approximate candidates, of which there are several, run in a first, short round; the best of them and the exact modes in
+the whole one.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from via_sd.runtime import Pipeline
-from via_sd.runtime.engine import FULL
+from via_sd.runtime import EXACT_MODES, Bundle, Pipeline
+from via_sd.runtime.engine import FULL, Engine
 from via_sd.runtime.policy import Policy
 from via_sd.tools.bench import PLAIN, run_bench, summarise
 from via_sd.tools.prompts import Prompt
@@ -21,8 +22,8 @@ from via_sd.tools.step_times import step_times
 
 #: Outer thresholds of the router that are tried (paper Algorithm 2); its own is the first.
 ALPHA2 = (0.3, 0.5, 0.7, 0.9)
-#: How many candidates reach the second round, and the tokens of each answer in the first.
-FINALISTS, FIRST_ROUND_TOKENS = 3, 48
+#: How many approximate candidates reach the second round, and the tokens of each answer in the first.
+FINALISTS, FIRST_ROUND_TOKENS = 2, 48
 #: What a candidate has to gain over a simpler one to be preferred.
 MARGIN = 1.02
 
@@ -42,27 +43,25 @@ class Costs:
     draft: float | None
 
 
-def measure_costs(pipeline: Pipeline) -> Costs:
-    """Time the passes of every tier of `pipeline`, and of its drafter."""
-    bundle, times = pipeline.bundle, step_times(pipeline.verifier)
-    full = times[FULL]
+def measure_costs(bundle: Bundle, verifier: Engine, drafter: Engine | None) -> Costs:
+    """Time the passes of every tier of `verifier`, and of a model drafter."""
+    times = step_times(verifier)
+    full, described = times[FULL], bundle.manifest["drafter"]
     slim = draft = None
     if bundle.slim is not None:
-        ratios = [times[bundle.slim][size] / full[size] for size in full]
-        slim = math.exp(fmean(map(math.log, ratios)))
-    drafter = bundle.manifest["drafter"]
-    if drafter["kind"] == "mask":
-        draft = times[drafter["tier"]][1] / full[1]
-    elif pipeline.drafter is not None:
-        times["drafter"] = step_times(pipeline.drafter)[FULL]
+        slim = math.exp(fmean(math.log(times[bundle.slim][size] / full[size]) for size in full))
+    if described["kind"] == "mask":
+        draft = times[described["tier"]][1] / full[1]
+    elif drafter is not None:
+        times["drafter"] = step_times(drafter)[FULL]
         draft = times["drafter"][1] / full[1]
-    return Costs(times, {size: full[size] / full[1] for size in full}, slim, draft)
+    return Costs(times, {size: ms / full[1] for size, ms in full.items()}, slim, draft)
 
 
-def candidates(pipeline: Pipeline, max_divergence: float | None) -> dict[str, dict[str, Any]]:
+def candidates(bundle: Bundle, max_divergence: float | None) -> dict[str, dict[str, Any]]:
     """Label -> options of everything `auto` could be, simplest first; `routed` only if some divergence is allowed."""
     found: dict[str, dict[str, Any]] = {PLAIN: {"mode": PLAIN}, "speculative": {"mode": "speculative"}}
-    if pipeline.bundle.slim is None:
+    if bundle.slim is None:
         return found
     found["cascade"] = {"mode": "cascade"}
     if max_divergence is not None:
@@ -72,7 +71,7 @@ def candidates(pipeline: Pipeline, max_divergence: float | None) -> dict[str, di
     return found
 
 
-def choose(
+def run_rounds(
     pipeline: Pipeline,
     prompts: Sequence[Prompt],
     tried: Mapping[str, Mapping[str, Any]],
@@ -81,11 +80,11 @@ def choose(
     max_new_tokens: int,
     repeats: int,
     progress: Callable[[str, float | None], None] = lambda *_: None,
-) -> tuple[str, dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-    """The fastest candidate that keeps to `max_divergence`.
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Run the candidates.
 
     Returns:
-        Its label; the figures of the first round, and of the second, by label (see `summarise`).
+        The figures of the first round and of the second, by label in the order of `tried` (see `summarise`).
     """
 
     def round_of(labels: Sequence[str], tokens: int, times: int, name: str) -> dict[str, dict[str, Any]]:
@@ -99,27 +98,64 @@ def choose(
         )
         return summarise(samples, prompts)
 
-    first = round_of(list(tried), min(max_new_tokens, FIRST_ROUND_TOKENS), 1, "first round")
-    fitting = [label for label in tried if _keeps_to(first[label], max_divergence)]
+    exact = [label for label in tried if is_exact(tried[label])]
+    approximate = [label for label in tried if label not in exact]
+    first = round_of(approximate, min(max_new_tokens, FIRST_ROUND_TOKENS), 1, "first round") if approximate else {}
+    fitting = [label for label in approximate if _keeps_to(first[label], max_divergence)]
     best = sorted(fitting, key=lambda label: -_speed(first[label]))[:FINALISTS]
-    # Plain is in every round, and in the order of `tried`, which is from the simple to the involved.
-    second = round_of([label for label in tried if label in best or label == PLAIN], max_new_tokens, repeats, "second")
-    return winner_of(second, max_divergence), first, second
+    second = round_of([label for label in tried if label in exact or label in best], max_new_tokens, repeats, "second")
+    return first, second
+
+
+def is_exact(options: Mapping[str, Any]) -> bool:
+    return options["mode"] in EXACT_MODES
 
 
 def winner_of(figures: Mapping[str, Mapping[str, Any]], max_divergence: float | None) -> str:
-    """The fastest label that keeps to `max_divergence`; a later one has to beat those before it by `MARGIN`."""
-    winner = PLAIN
+    """The last label that keeps to `max_divergence` and beats all such before it by `MARGIN`."""
+    winner, best = PLAIN, 0.0
     for label, each in figures.items():
-        if _keeps_to(each, max_divergence) and _speed(each) > MARGIN * _speed(figures[winner]):
+        if not _keeps_to(each, max_divergence):
+            continue
+        if _speed(each) > MARGIN * best:
             winner = label
+        best = max(best, _speed(each))
     return winner
 
 
-def policy_of(options: Mapping[str, Any], costs: Costs) -> Policy:
-    """The policy that takes `options`, those of the winner."""
-    others = {name: value for name, value in options.items() if name != "mode"}
-    return Policy(options["mode"], others, costs.full, costs.slim, costs.draft)
+def policy_of(
+    tried: Mapping[str, Mapping[str, Any]],
+    figures: Mapping[str, Mapping[str, Any]],
+    max_divergence: float | None,
+    costs: Costs,
+) -> Policy:
+    """The policy that the `figures` of the second round speak for."""
+    exact = {label: each for label, each in figures.items() if is_exact(tried[label])}
+    return Policy(
+        tried[winner_of(figures, max_divergence)],
+        tried[winner_of(exact, None)]["mode"],
+        costs.full,
+        costs.slim,
+        costs.draft,
+    )
+
+
+def slim_verdict(
+    tried: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Mapping[str, Any]], max_divergence: float | None
+) -> str:
+    """Whether the slim tier pays, in words, by the `figures` of the second round."""
+    with_slim = [
+        label
+        for label, each in figures.items()
+        if tried[label]["mode"] in ("cascade", "routed") and _keeps_to(each, max_divergence)
+    ]
+    if not with_slim:
+        return "The bundle has no slim-verifier."
+    if winner_of(figures, max_divergence) in with_slim:
+        return "The slim tier pays here."
+    best = max(with_slim, key=lambda label: _speed(figures[label]))
+    ratio = _speed(figures[best]) / _speed(figures["speculative"])
+    return f"The slim tier does not pay here: {best}, the best with it, is {ratio:.2f}x of speculative."
 
 
 def _speed(figures: Mapping[str, Any]) -> float:

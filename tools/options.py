@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,5 +13,9 @@ Threads = Annotated[int | None, typer.Option(help="Threads of one pass.", show_d
 Backend = Annotated[str, typer.Option(help=f"What runs the bundle: {', '.join(BACKENDS)}.")]
 TrustEngines = Annotated[
     bool, typer.Option("--trust-engines", help="Run TensorRT engines that were not built on this machine.")
+]
+PolicyFile = Annotated[
+    Path | None,
+    typer.Option("--policy", help="Go by this result of `calibrate`.", show_default="the bundle's for this machine"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print exactly one JSON object.")]

@@ -55,9 +55,9 @@ def write_repository(
     with new_model(repository, name) as folder:
         if copy:
             # Plain files: ONNX Runtime reads no weights through a link.
-            shutil.copytree(source, folder / "1" / "bundle")
-            if options.backend in (None, "onnxruntime"):  # it runs the bundle's own graphs
-                shutil.rmtree(folder / "1" / "bundle" / "engines", ignore_errors=True)
+            own = options.backend in (None, "onnxruntime")  # runs the bundle's own graphs
+            ignore = shutil.ignore_patterns("engines") if own else None
+            shutil.copytree(source, folder / "1" / "bundle", ignore=ignore)
         named = "bundle" if copy else str(source)
         config = model_config(name, named, options, warm_up=warm_up)
         write_model(folder, config, warm_up=warm_up)

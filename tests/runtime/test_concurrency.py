@@ -103,7 +103,7 @@ def test_a_mixed_load_with_cancellations_and_failures_gives_what_each_request_gi
     model = TableEngine(model.laws, VOCAB, tiers=("full",), fails=fails)
     inner = table_pipeline(engine, tmp_path, draft_with=model if kind == "model" else kind)
     pipeline = CountingPipeline(
-        inner.bundle, engine, inner._drafter, max_sequences=LIMIT, retained_slots=3, slot_timeout=None
+        inner.bundle, engine, inner.drafter, max_sequences=LIMIT, retained_slots=3, slot_timeout=None
     )
     cancels = [threading.Event() for _ in range(REQUESTS)]
 

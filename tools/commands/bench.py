@@ -18,7 +18,7 @@ from via_sd.runtime.policy import this_machine
 from via_sd.tools.bench import run_bench, settings_of, summarise
 from via_sd.tools.commands.demo import comparison
 from via_sd.tools.console import CommandError, command, err, out, progress_bar
-from via_sd.tools.options import Backend, Threads, TrustEngines
+from via_sd.tools.options import Backend, PolicyFile, Threads, TrustEngines
 from via_sd.tools.prompts import read_prompts
 from via_sd.tools.report import write_report
 
@@ -38,6 +38,7 @@ def bench(
     threads: Threads = None,
     backend: Backend = ONNXRUNTIME,
     trust_engines: TrustEngines = False,
+    policy: PolicyFile = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every figure there.")] = None,
     report: Annotated[
         Path | None, typer.Option(help="Write the table there as HTML, with where it was measured.")
@@ -45,7 +46,14 @@ def bench(
 ) -> None:
     """Measure the decoding modes of BUNDLE on PROMPTS, greedy, modes in turn, in one run."""
     wanted = read_prompts(prompts)
-    pipeline = Pipeline.load(bundle, backend=backend, threads=threads, max_sequences=1, trust_engines=trust_engines)
+    pipeline = Pipeline.load(
+        bundle,
+        backend=backend,
+        threads=threads,
+        max_sequences=1,
+        trust_engines=trust_engines,
+        policy=policy if policy is not None else True,
+    )
     chosen = modes.split(",") if modes else [m for m in MODES if pipeline.bundle.slim or m not in ("cascade", "routed")]
     if unknown := sorted(set(chosen) - set(MODES)):
         raise CommandError(f"modes {', '.join(unknown)} are not known; modes are {', '.join(MODES)}")

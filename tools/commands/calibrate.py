@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from via_sd.masks.files import write_whole
-from via_sd.runtime import EXACT_MODES, Pipeline
-from via_sd.runtime.backends import ONNXRUNTIME
+from via_sd.runtime import Pipeline, load_bundle
+from via_sd.runtime.backends import ONNXRUNTIME, open_engines
 from via_sd.runtime.engine import FULL
-from via_sd.runtime.policy import policy_file, policy_json, this_machine
+from via_sd.runtime.policy import Policy, policy_file, policy_json, this_machine
 from via_sd.tools.bench import PLAIN
-from via_sd.tools.calibrate import candidates, choose, measure_costs, policy_of
+from via_sd.tools.calibrate import candidates, is_exact, measure_costs, policy_of, run_rounds, slim_verdict, winner_of
 from via_sd.tools.commands.demo import comparison
 from via_sd.tools.console import command, err, out, print_json, progress_bar
 from via_sd.tools.options import AsJson, Backend, Threads, TrustEngines
@@ -37,6 +37,9 @@ def calibrate(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Length of every answer.", min=2)] = 128,
     repeats: Annotated[int, typer.Option(help="Times every prompt is generated in the second round.", min=1)] = 2,
+    out_file: Annotated[
+        Path | None, typer.Option("--out", help="Write the policy there.", show_default="into the bundle")
+    ] = None,
     threads: Threads = None,
     backend: Backend = ONNXRUNTIME,
     trust_engines: TrustEngines = False,
@@ -44,15 +47,21 @@ def calibrate(
 ) -> None:
     """Measure BUNDLE on this machine and PROMPTS, and keep what `auto` is to do there."""
     wanted = read_prompts(prompts)
-    options: dict[str, Any] = {"backend": backend, "threads": threads, "trust_engines": trust_engines}
+    loaded, machine = load_bundle(bundle), this_machine(backend, threads)
+    file = out_file or policy_file(loaded, machine)
+    file.parent.mkdir(parents=True, exist_ok=True)  # rather now than when everything was measured
     with progress_bar() as progress:
         progress("loading", None)
-        pipeline = Pipeline.load(bundle, max_sequences=1, use_policy=False, **options)
+        verifier, drafter = open_engines(loaded, backend, threads=threads, trust_engines=trust_engines)
         progress("timing passes", None)
-        costs = measure_costs(pipeline)
-        pipeline.use(policy_of({"mode": PLAIN}, costs))
-        tried = candidates(pipeline, max_divergence)
-        winner, first, second = choose(
+        costs = measure_costs(loaded, verifier, drafter)
+        # By its costs the modes choose their blocks; which of them is best is not known yet.
+        known = Policy({"mode": PLAIN}, PLAIN, costs.full, costs.slim, costs.draft)
+        pipeline = Pipeline(
+            loaded, verifier, drafter, max_sequences=1, retained_slots=1, slot_timeout=None, policy=known
+        )
+        tried = candidates(loaded, max_divergence)
+        first, second = run_rounds(
             pipeline,
             wanted,
             tried,
@@ -61,7 +70,6 @@ def calibrate(
             repeats=repeats,
             progress=progress,
         )
-    machine = this_machine(backend, threads)
     measured = {
         "prompts": len(wanted),
         "max_new_tokens": max_new_tokens,
@@ -69,16 +77,16 @@ def calibrate(
         "first_round": first,
         "second_round": second,
     }
-    facts = policy_json(pipeline.bundle, machine, policy_of(tried[winner], costs), measured)
-    file = policy_file(pipeline.bundle, machine)
-    file.parent.mkdir(exist_ok=True)
+    policy = policy_of(tried, second, max_divergence, costs)
+    facts = policy_json(loaded, machine, policy, measured)
     write_whole(file, json.dumps(facts, indent=1) + "\n")
     if as_json:
         print_json({"policy": str(file), **facts})
         return
     out.print(_times(costs.step_ms))
-    out.print(comparison(second, [label for label, each in tried.items() if each["mode"] not in EXACT_MODES]))
-    out.print(f"auto is now [bold]{winner}[/] on this machine. {_verdict(pipeline, winner, first, second)}")
+    out.print(comparison(second, [label for label, each in tried.items() if not is_exact(each)]))
+    verdict = slim_verdict(tried, second, max_divergence)
+    out.print(f"auto is now [bold]{winner_of(second, max_divergence)}[/] here. {verdict}", highlight=False)
     err.print(f"wrote {file}", highlight=False)
 
 
@@ -91,17 +99,3 @@ def _times(step_ms: dict[str, dict[int, float]]) -> Table:
     for tier, times in step_ms.items():
         table.add_row(tier, *(f"{times[size]:.2f} ({times[size] / step_ms[FULL][size]:.2f})" for size in sizes))
     return table
-
-
-def _verdict(pipeline: Pipeline, winner: str, first: dict[str, Any], second: dict[str, Any]) -> str:
-    """Whether the slim tier pays, in words."""
-    if pipeline.bundle.slim is None:
-        return "The bundle has no slim-verifier."
-    if winner not in (PLAIN, "speculative"):
-        return "The slim tier pays here."
-    figures = {**first, **second}
-    slim = {label: each for label, each in figures.items() if label not in (PLAIN, "speculative")}
-    label = max(slim, key=lambda name: slim[name]["all"]["tokens_per_s"]["median"])
-    where = second if {label, "speculative"} <= set(second) else first
-    ratio = where[label]["all"]["tokens_per_s"]["median"] / where["speculative"]["all"]["tokens_per_s"]["median"]
-    return f"The slim tier does not pay here: the best mode with it, {label}, is {ratio:.2f}x of speculative."

@@ -13,7 +13,7 @@ from rich.text import Text
 from via_sd.runtime import Chunk, Completion, GenerationConfig, Pipeline
 from via_sd.runtime.backends import ONNXRUNTIME
 from via_sd.tools.console import command, err, out, print_json
-from via_sd.tools.options import AsJson, Backend, Threads, TrustEngines
+from via_sd.tools.options import AsJson, Backend, PolicyFile, Threads, TrustEngines
 
 #: Colour of a token by its tier.
 TIER_STYLES = {"draft": "green", "slim": "yellow", "full": "default"}
@@ -59,6 +59,7 @@ def generate(
     threads: Threads = None,
     backend: Backend = ONNXRUNTIME,
     trust_engines: TrustEngines = False,
+    policy: PolicyFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Generate text from BUNDLE."""
@@ -82,7 +83,14 @@ def generate(
         max_lag=max_lag,
         max_divergence=max_divergence,
     )
-    pipeline = Pipeline.load(bundle, backend=backend, threads=threads, max_sequences=1, trust_engines=trust_engines)
+    pipeline = Pipeline.load(
+        bundle,
+        backend=backend,
+        threads=threads,
+        max_sequences=1,
+        trust_engines=trust_engines,
+        policy=policy if policy is not None else True,
+    )
     if as_json:
         print_json(pipeline.generate(prompt, config).to_json(), ensure_ascii=False)
         return

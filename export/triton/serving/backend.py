@@ -128,7 +128,10 @@ def _load_pipeline(folder: Path, parameters: _Parameters, limits: Limits) -> Any
             "threads": parameters.integer("threads", None),
             "trust_engines": parameters.flag("trust_engines"),
         }
-        return Pipeline.load(folder, **slots, **{name: value for name, value in options.items() if value})
+        pipeline = Pipeline.load(folder, **slots, **{name: value for name, value in options.items() if value})
+        policy = "was not calibrated here" if pipeline.policy is None else f"means {pipeline.policy.auto['mode']} here"
+        pb_utils.Logger.log_info(f"{folder}: mode auto {policy}")
+        return pipeline
     bundle = load_bundle(folder)
     described = bundle.manifest["drafter"]
     verifier = TritonEngine(json.loads(models), bundle.manifest["verifier"], bundle.max_seq_len, _infer)

@@ -83,7 +83,8 @@ class Metrics:
         self._add("disagreed_tokens_total", stats["divergence"]["disagreed"])
         waited = (job.started or job.submitted) - job.submitted
         self._add("queue_us_total", round(1e6 * waited))
-        self._add("first_token_us_total", round(1e6 * waited + 1e3 * stats["ttft_ms"]))
+        if job.first_token is not None:
+            self._add("first_token_us_total", round(1e6 * (job.first_token - job.submitted)))
         self._add("requests_total", 1, result=outcome.finish_reason)
 
     def failed(self, job: Job, failure: RequestFailed) -> None:

@@ -70,6 +70,7 @@ class Job:
         cancelled: set when nobody wants the answer any more; the sequence may look at it between steps.
         timeout: longest time from submission to the end.
         service: engine time it has had, or was credited with when it came in.
+        first_token: when its first token was there.
     """
 
     channel: Any
@@ -79,6 +80,7 @@ class Job:
     number: int = 0
     submitted: float = 0.0
     started: float | None = None
+    first_token: float | None = None
     service: float = 0.0
     running: bool = False
 
@@ -254,6 +256,9 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001 - one broken request must not stop the others
             broken = RequestFailed(Reason.INTERNAL, f"{type(error).__name__}: {error}")
             return partial(self._sink.failed, job, broken)
-        job.service += self._clock() - begun
+        now = self._clock()
+        job.service += now - begun
+        if piece.tokens and job.first_token is None:
+            job.first_token = now
         self._sink.stepped(job, piece)
         return None
