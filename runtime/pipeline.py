@@ -24,6 +24,7 @@ from via_sd.runtime.kv import SlotPool, Tape
 from via_sd.runtime.policy import Policy, find_policy, read_policy, this_machine
 from via_sd.runtime.sampling import Processor
 from via_sd.runtime.stream import CompletionStream
+from via_sd.runtime.text import Decoder
 
 #: Time of a pass over S tokens in passes over one, by precision (measured with SmolLM2-135M on two x86-64 cores).
 _DEFAULT_COST = {
@@ -74,6 +75,7 @@ class Pipeline:
     ) -> None:
         self.bundle = bundle
         self.tokenizer = _load_tokenizer(bundle)
+        self.decoder = Decoder(self.tokenizer)
         self.verifier = verifier
         self.eos_token_ids = frozenset(int(token) for token in bundle.manifest["tokenizer"]["eos_token_ids"])
         self.capacity = verifier.max_seq_len

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -57,18 +55,12 @@ class Stats:
             self.judged_at[j] += 1
             self.kept_at[j] += j < kept
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time that does not count: whoever reads the text has the thread."""
-        begun = perf_counter()
-        try:
-            yield
-        finally:
-            away = perf_counter() - begun
-            if self.ended is None:
-                self.started += away
-                if self.first_token_at is not None:
-                    self.first_token_at += away
+    def pause(self, seconds: float) -> None:
+        """Leave out time that just went by: whoever reads the text had the thread."""
+        if self.ended is None:
+            self.started += seconds
+            if self.first_token_at is not None:
+                self.first_token_at += seconds
 
     def finish(self) -> None:
         self.ended = perf_counter()

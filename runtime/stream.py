@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Generator, Iterator
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -82,8 +83,9 @@ def _generate(
                 _account(stats, run, tapes)
             # Between rounds the buffers agree with the tokens, so they are worth keeping if nobody comes back.
             tapes.tokens = run.tokens
-            with stats.paused():
-                yield output.chunk()
+            chunk, left = output.chunk(), perf_counter()
+            yield chunk
+            stats.pause(perf_counter() - left)
             tapes.tokens = []
             if output.reason == "cancelled":
                 break
@@ -98,7 +100,7 @@ class _Output:
     def __init__(self, pipeline: Pipeline, config: GenerationConfig) -> None:
         self.reason: str | None = None
         self._eos = frozenset() if config.ignore_eos else pipeline.eos_token_ids
-        self._text = TextStream(pipeline.tokenizer, config.stop or ())
+        self._text = TextStream(pipeline.decoder, config.stop or ())
         self._logprobs: list[TokenLogprobs] | None = None if config.logprobs is None else []
         self._alternatives = config.logprobs or 0
         self._token_ids: list[int] = []

@@ -9,6 +9,22 @@ from tokenizers import Tokenizer
 _UNKNOWN = "\ufffd"  # what a decoder makes of bytes that are no character (yet)
 
 
+class Decoder:
+    """Token ids to text, without special tokens. Remembers the text of single tokens, which streams keep asking for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._single: dict[int, str] = {}
+
+    def __call__(self, tokens: Sequence[int]) -> str:
+        if len(tokens) != 1:
+            return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        text = self._single.get(tokens[0])
+        if text is None:
+            text = self._single[tokens[0]] = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        return text
+
+
 class TextStream:
     """Decodes tokens one by one and looks for stop strings across their borders.
 
@@ -18,8 +34,8 @@ class TextStream:
     tokenizers library, also gets past bytes that never become a character, whatever the decoder makes of them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, decoder: Decoder, stop: Sequence[str] = ()) -> None:
+        self._decode = decoder
         self._stop = tuple(s for s in stop if s)
         self._longest_stop = max((len(s) for s in self._stop), default=0)
         self._window: list[int] = []  # tokens of the last piece, and those behind it that are no text yet
@@ -37,7 +53,7 @@ class TextStream:
             self._extend(piece)
             self._window = self._window[self._known :]
             self._known = len(self._window)
-            self._known_text = self._tokenizer.decode(self._window, skip_special_tokens=True)
+            self._known_text = self._decode(self._window)
         return not self.stopped
 
     def take(self) -> str:
@@ -60,7 +76,7 @@ class TextStream:
 
     def _undecoded(self) -> str:
         """Text of the tokens behind the last piece."""
-        return self._tokenizer.decode(self._window, skip_special_tokens=True)[len(self._known_text) :]
+        return self._decode(self._window)[len(self._known_text) :]
 
     def _extend(self, piece: str) -> None:
         """Add `piece`, up to the first stop string that is complete."""
