@@ -41,6 +41,11 @@ class Engine(Protocol):
     @property
     def max_seq_len(self) -> int: ...
 
+    @property
+    def prefill_chunk(self) -> int:
+        """Tokens of a long prompt to feed at once: enough to keep the device busy, few enough to stop in between."""
+        ...
+
     def new_slot(self) -> Slot:
         """Allocate KV buffers for one sequence."""
         ...

@@ -16,9 +16,6 @@ from via_sd.runtime.engine import Engine, Slot
 from via_sd.runtime.errors import BusyError
 from via_sd.runtime.rows import Row
 
-#: Tokens fed at once during prefill: enough to keep the cores busy, little enough to bound activations.
-PREFILL_CHUNK = 512
-
 
 class SeenCounters:
     """Per tier, how many positions of the sequence its KV covers.
@@ -149,15 +146,15 @@ class Tape:
 
     Args:
         buffers: the slot the model's tiers share.
-        tiers: their names, highest rank first.
+        engine: the model.
         reused: positions the buffers hold already, written by the highest tier.
     """
 
-    def __init__(self, buffers: Slot, tiers: Sequence[str], reused: int = 0) -> None:
-        self._buffers = buffers
-        self.seen = SeenCounters(tiers)
-        self.seen.wrote(tiers[0], reused)
-        self.usage = {tier: Usage() for tier in tiers}
+    def __init__(self, buffers: Slot, engine: Engine, reused: int = 0) -> None:
+        self._buffers, self._chunk = buffers, engine.prefill_chunk
+        self.seen = SeenCounters(engine.tiers)
+        self.seen.wrote(engine.tiers[0], reused)
+        self.usage = {tier: Usage() for tier in engine.tiers}
 
     def run(self, tier: str, sequence: Sequence[int], rows: int) -> Sequence[Row]:
         """Feed `tier` whatever of `sequence` it has not seen.
@@ -171,8 +168,8 @@ class Tape:
 
     def chunks(self, tier: str, sequence: Sequence[int], rows: int) -> Iterator[None]:
         """Feed `tier` one chunk of a long `sequence` for every `next`, up to what `run` can take in one pass."""
-        while len(sequence) - self.seen[tier] > PREFILL_CHUNK + rows:
-            self._feed(tier, sequence, self.seen[tier] + PREFILL_CHUNK, 1)
+        while len(sequence) - self.seen[tier] > self._chunk + rows:
+            self._feed(tier, sequence, self.seen[tier] + self._chunk, 1)
             yield
 
     def settle(self, length: int) -> None:

@@ -206,7 +206,7 @@ class Pipeline:
     ) -> CompletionStream:
         """Generate a chunk per round; the stream's `completion` is there when it has ended.
 
-        While a long prompt is read, chunks without tokens come too, one for every `PREFILL_CHUNK` tokens.
+        While a long prompt is read, chunks without tokens come too, one for every `Engine.prefill_chunk` tokens.
 
         Args:
             prompt: a text, or messages ({"role": …, "content": …}).
@@ -249,11 +249,11 @@ class Pipeline:
         """
         with ExitStack() as leases:
             slot, reused = leases.enter_context(self._pool.lease(prompt, self._slot_timeout))
-            tapes = Tapes(Tape(slot.buffers, self.verifier.tiers, reused), None, reused)
+            tapes = Tapes(Tape(slot.buffers, self.verifier, reused), None, reused)
             held = [(slot, tapes.verifier)]
             if self._drafter_pool is not None and self.drafter is not None:
                 slot, reused = leases.enter_context(self._drafter_pool.lease(prompt, None))
-                tapes.drafter = Tape(slot.buffers, self.drafter.tiers, reused)
+                tapes.drafter = Tape(slot.buffers, self.drafter, reused)
                 held.append((slot, tapes.drafter))
             try:
                 yield tapes

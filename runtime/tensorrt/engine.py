@@ -80,6 +80,7 @@ class TensorRTEngine:
         self.vocab_size = int(manifest["vocab_size"][model])
         self.max_seq_len = int(manifest["max_seq_len"][model])
         self.planner = StepPlanner(files.request["profiles"][model], self.max_seq_len)
+        self.prefill_chunk = self.planner.max_tokens
         self.trt, self.cuda = trt, cuda
         self._logger = trt.Logger(trt.Logger.WARNING)
         self._runtime = trt.Runtime(self._logger)

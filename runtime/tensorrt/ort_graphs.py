@@ -95,6 +95,7 @@ class GraphEngine:
         self.vocab_size = int(manifest["vocab_size"][model])
         self.max_seq_len = int(manifest["max_seq_len"][model])
         self.planner = StepPlanner(files.request["profiles"][model], self.max_seq_len)
+        self.prefill_chunk = self.planner.max_tokens
         self._weights = {} if weights is None else self._on_device(manifest["weights"]["tensors"][model], weights)
         self.sessions: dict[str, Any] = {}
         for name in files.engines_of(model):

@@ -56,6 +56,7 @@ class TableEngine:
     vocab_size: int
     max_seq_len: int = 256
     tiers: tuple[str, ...] = TIERS
+    prefill_chunk: int = 512
     fails: Callable[[TableSlot], bool] = lambda slot: False
     slots: list[TableSlot] = field(default_factory=list)
 

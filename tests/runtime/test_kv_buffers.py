@@ -44,7 +44,7 @@ def assert_close(found: np.ndarray, wanted: np.ndarray) -> None:
 @settings(max_examples=150, derandomize=True, deadline=None)
 def check_against_single_steps(pipeline: WatchedPipeline, start: int, steps: list[Step]) -> None:
     rng = np.random.default_rng(start)
-    blocks, singles = (Tape(pipeline.verifier.new_slot(), pipeline.verifier.tiers) for _ in range(2))
+    blocks, singles = (Tape(pipeline.verifier.new_slot(), pipeline.verifier) for _ in range(2))
     tokens = rng.integers(0, 256, start).tolist()
     blocks.run(FULL, tokens, 1)
     for end in range(1, len(tokens) + 1):

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import via_sd.runtime.kv
 from tests.runtime.pipelines import WatchedPipeline, table_pipeline
 from tests.runtime.table_engine import TableEngine, hashed_laws
 
@@ -20,12 +19,11 @@ PROMPT = "abcdefgh" * 8
 
 @pytest.fixture
 def engine() -> TableEngine:
-    return TableEngine(hashed_laws(VOCAB), VOCAB)
+    return TableEngine(hashed_laws(VOCAB), VOCAB, prefill_chunk=CHUNK)
 
 
 @pytest.fixture
-def pipeline(engine: TableEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedPipeline:
-    monkeypatch.setattr(via_sd.runtime.kv, "PREFILL_CHUNK", CHUNK)
+def pipeline(engine: TableEngine, tmp_path: Path) -> WatchedPipeline:
     return table_pipeline(engine, tmp_path)
 
 

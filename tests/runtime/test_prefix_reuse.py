@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import via_sd.runtime.kv
 from tests.runtime.pipelines import LETTERS, WatchedPipeline, table_pipeline
 from tests.runtime.table_engine import TableEngine, hashed_laws
 from tests.runtime.test_greedy_exactness import assert_equal_or_near_tie
@@ -35,20 +34,16 @@ TURNS = st.lists(
 
 
 @pytest.mark.parametrize("kind", ["ngram", "mask", "model"])
-def test_any_turn_of_a_chat_is_what_it_would_be_cold(
-    kind: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_turn_of_a_chat_is_what_it_would_be_cold(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = tmp_path_factory.mktemp("pipelines")
-    # Long prompts are fed in chunks; what is reused then changes their number, which nothing may depend on.
-    monkeypatch.setattr(via_sd.runtime.kv, "PREFILL_CHUNK", 6)
     laws = hashed_laws(VOCAB)
 
     def build(retained: int) -> WatchedPipeline:
-        model = TableEngine(lambda tier, *at: laws("slim", *at), VOCAB, CAPACITY, ("full",))
+        # Long prompts are fed in chunks; what is reused then changes their number, which nothing may depend on.
+        engine = TableEngine(laws, VOCAB, CAPACITY, prefill_chunk=6)
+        model = TableEngine(lambda tier, *at: laws("slim", *at), VOCAB, CAPACITY, ("full",), prefill_chunk=6)
         draft_with: Any = model if kind == "model" else kind
-        return table_pipeline(
-            TableEngine(laws, VOCAB, CAPACITY), directory, draft_with=draft_with, retained_slots=retained
-        )
+        return table_pipeline(engine, directory, draft_with=draft_with, retained_slots=retained)
 
     @given(turns=TURNS, retained=st.integers(1, 3))
     @settings(max_examples=120, derandomize=True, deadline=None)

@@ -32,6 +32,7 @@ class TritonEngine:
         self, models: Mapping[str, str], description: Mapping[str, Any], max_seq_len: int, infer: Infer
     ) -> None:
         self.max_seq_len = max_seq_len
+        self.prefill_chunk = 512  # KV travels with every step: better few of them
         self.vocab_size = int(description["vocab_size"])
         self.kv: Mapping[str, Any] = description["kv"]
         # The graph of `full` holds every tier and wants to be told which; a pruned tier's graph is that tier alone.
