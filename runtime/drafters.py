@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -34,6 +34,10 @@ class Drafter(Protocol):
 
     def propose(self, sequence: Sequence[int], limit: int) -> Draft:
         """At most `limit` tokens to follow `sequence` (which may have been rolled back since the last call)."""
+        ...
+
+    def read(self, sequence: Sequence[int]) -> Iterator[None]:
+        """Read a prompt before the first proposal, yielding behind every chunk of a long one."""
         ...
 
     def expectation(self, sequence: Sequence[int]) -> int:
@@ -83,6 +87,10 @@ class NgramDrafter:
         while len(tokens) < limit:
             tokens.append(tokens[at + len(tokens) - length])
         return Draft(tokens, [None] * len(tokens))
+
+    def read(self, sequence: Sequence[int]) -> Iterator[None]:
+        """Nothing to yield for: an index is made in no time."""
+        return iter(())
 
     def expectation(self, sequence: Sequence[int]) -> int:
         """Length of the match a proposal would rest on; 0 if there is none."""
@@ -171,6 +179,11 @@ class ModelDrafter:
     @property
     def calls(self) -> int:
         return self._tape.usage[self._tier].calls
+
+    def read(self, sequence: Sequence[int]) -> Iterator[None]:
+        """See `Drafter.read`."""
+        if len(sequence) <= self._capacity:
+            yield from self._tape.chunks(self._tier, sequence, 1)
 
     def propose(self, sequence: Sequence[int], limit: int) -> Draft:
         """See `Drafter.propose`."""

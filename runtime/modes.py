@@ -1,6 +1,6 @@
 """The decoding modes, one generator function each: every `yield` ends a round, after its tokens were emitted.
 
-Before the first round every chunk of a long prompt yields, too.
+Before the first round every chunk of a long prompt yields, too, and behind it what the drafter reads of it.
 
 What is fed to which tier after each event is the table of DESIGN section 5.
 """
@@ -38,6 +38,7 @@ def speculative(run: Run) -> Generator[None, None, None]:
     """Drafter, then full verifier (exact): a block a pass, kept as far as the lossless test keeps it."""
     yield from run.start()
     yield
+    yield from run.read_ahead()
     while not run.done:
         _two_tier_round(run)
         run.settle()
@@ -61,6 +62,7 @@ def cascade(run: Run) -> Generator[None, None, None]:
     """
     yield from run.start()
     yield
+    yield from run.read_ahead()
     block = CascadeBlock(run.costs, run.slim_cost)
     while not run.done:
         size = min(block.choose(), run.remaining - 1)
@@ -105,6 +107,7 @@ def routed(run: Run) -> Generator[None, None, None]:
     """
     yield from run.start()
     yield
+    yield from run.read_ahead()
     audit, choice = _Audit(run), SlimOrFull(run.slim_cost)
     while not run.done:
         before, full_before = len(run.tokens), run.tape.usage[FULL].tokens

@@ -97,6 +97,11 @@ class Run:
         self.push(Item(self.choose(row, self.tokens, Purpose.FULL_TOKEN), "full"), row)
         self.settle()
 
+    def read_ahead(self) -> Iterator[None]:
+        """Let the drafter read what there is of the text."""
+        if not self.done:
+            yield from self.drafter.read(self.tokens)
+
     def propose(self, pending: Sequence[int] = ()) -> tuple[Draft, int]:
         """A draft to follow the sequence and what is `pending`, and the situation it was made in."""
         context = [*self.tokens, *pending]

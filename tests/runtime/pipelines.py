@@ -108,6 +108,9 @@ class AdversarialDrafter:
         self._vocab_size, self._right, self._sampled = vocab_size, right, sampled
         self._rng = np.random.default_rng(seed)
 
+    def read(self, sequence: Sequence[int]) -> Iterator[None]:
+        return iter(())
+
     def expectation(self, sequence: Sequence[int]) -> int:
         return 1
 
@@ -141,6 +144,9 @@ class ScriptedDrafter:
 
     def __init__(self, *blocks: Sequence[int]) -> None:
         self._blocks = list(blocks)
+
+    def read(self, sequence: Sequence[int]) -> Iterator[None]:
+        return iter(())
 
     def expectation(self, sequence: Sequence[int]) -> int:
         return 1

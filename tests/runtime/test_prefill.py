@@ -41,6 +41,22 @@ def test_every_chunk_but_the_last_yields_without_a_token(
     assert stream.completion.stats["time_ms"]["prefill"] > 0
 
 
+@pytest.mark.parametrize("mode", ["speculative", "cascade", "routed"])
+def test_a_model_drafter_reads_in_chunks_too_behind_the_first_token(
+    mode: str, engine: TableEngine, tmp_path: Path
+) -> None:
+    laws = hashed_laws(VOCAB)
+    drafter = TableEngine(lambda tier, *at: laws("slim", *at), VOCAB, tiers=("full",), prefill_chunk=2 * CHUNK)
+    pipeline = table_pipeline(engine, tmp_path, draft_with=drafter)
+    chunks = list(pipeline.stream(PROMPT, mode=mode, raw=True, max_new_tokens=9, ignore_eos=True))
+    assert [len(chunk.token_ids) for chunk in chunks[:5]] == [0, 0, 0, 1, 0]
+    assert all(chunk.token_ids for chunk in chunks[5:])
+    assert [len(call.tokens) for call in drafter.slots[0].calls[:2]] == [2 * CHUNK, 2 * CHUNK + 1]
+    plain = pipeline.generate(PROMPT, mode="plain", raw=True, max_new_tokens=9, ignore_eos=True)
+    if mode != "routed":
+        assert [token for chunk in chunks for token in chunk.token_ids] == plain.token_ids
+
+
 def test_a_cancelled_prompt_ends_behind_its_chunk_and_what_was_read_is_kept(
     pipeline: WatchedPipeline, engine: TableEngine
 ) -> None:
