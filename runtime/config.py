@@ -18,7 +18,6 @@ DEFAULT_MAX_NEW_TOKENS = 256
 ROUTERS = ("paper", "adaptive")
 _WHOLE = ("max_new_tokens", "top_k", "seed", "logprobs", "gamma", "max_lag")
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "alpha1", "alpha2", "max_divergence")
-_OPTIONAL = ("seed", "logprobs", "gamma", "alpha1", "alpha2", "max_divergence")
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,8 @@ class GenerationConfig:
         for kind, wanted, names in ((Integral, "a whole number", _WHOLE), (Real, "a number", _NUMBERS)):
             for name in names:
                 value = getattr(self, name)
-                if not isinstance(value, kind) and not (value is None and name in _OPTIONAL):
+                may_be_open = getattr(type(self), name) is None  # its default
+                if not isinstance(value, kind) and not (value is None and may_be_open):
                     raise RequestError(f"{name} is {value!r}, wanted {wanted}")
         for name, value, least in (
             ("max_new_tokens", self.max_new_tokens, 1),

@@ -1,6 +1,6 @@
 """The decoding modes, one generator function each: every `yield` ends a round, after its tokens were emitted.
 
-Before the first round every chunk of a long prompt yields, too, and behind it what the drafter reads of it.
+Every chunk of a long prompt yields, too: before the first round those of the verifier, behind it the drafter's.
 
 What is fed to which tier after each event is the table of DESIGN section 5.
 """
@@ -25,8 +25,7 @@ Mode = Callable[[Run], Generator[None, None, None]]
 
 def plain(run: Run) -> Generator[None, None, None]:
     """Full verifier alone, a token a pass: the reference."""
-    yield from run.start()
-    yield
+    yield from run.start(drafting=False)
     while not run.done:
         row = run.forward(FULL, run.tokens, 1)[0]
         run.push(Item(run.choose(row, run.tokens, Purpose.FULL_TOKEN), "full"), row)
@@ -37,8 +36,6 @@ def plain(run: Run) -> Generator[None, None, None]:
 def speculative(run: Run) -> Generator[None, None, None]:
     """Drafter, then full verifier (exact): a block a pass, kept as far as the lossless test keeps it."""
     yield from run.start()
-    yield
-    yield from run.read_ahead()
     while not run.done:
         _two_tier_round(run)
         run.settle()
@@ -61,8 +58,6 @@ def cascade(run: Run) -> Generator[None, None, None]:
     against the very rows of slim they were drawn from. Where slim does not earn its passes a round leaves it out.
     """
     yield from run.start()
-    yield
-    yield from run.read_ahead()
     block = CascadeBlock(run.costs, run.slim_cost)
     while not run.done:
         size = min(block.choose(), run.remaining - 1)
@@ -106,8 +101,6 @@ def routed(run: Run) -> Generator[None, None, None]:
     is the paper's own, rounds in which slim would not earn its pass go straight to the full verifier.
     """
     yield from run.start()
-    yield
-    yield from run.read_ahead()
     audit, choice = _Audit(run), SlimOrFull(run.slim_cost)
     while not run.done:
         before, full_before = len(run.tokens), run.tape.usage[FULL].tokens

@@ -21,7 +21,7 @@ from via_sd.runtime.engine import FULL, Engine
 from via_sd.runtime.errors import BundleError, RequestError
 from via_sd.runtime.gamma import StepCost
 from via_sd.runtime.kv import SlotPool, Tape
-from via_sd.runtime.policy import Policy, find_policy, read_policy, this_machine
+from via_sd.runtime.policy import Policy, find_policy, read_policy
 from via_sd.runtime.sampling import Processor
 from via_sd.runtime.stream import CompletionStream
 from via_sd.runtime.text import Decoder
@@ -130,7 +130,7 @@ class Pipeline:
             )
         found = None
         if policy is True:
-            found = find_policy(bundle, this_machine(backend, threads))
+            found = find_policy(bundle, backend, threads)
         elif policy:
             found = read_policy(Path(policy), bundle, backend)
         engine, drafter = open_engines(bundle, backend, threads=threads, trust_engines=trust_engines, verify=verify)

@@ -98,16 +98,18 @@ def measured_files(bundle: Bundle, backend: str) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
-def find_policy(bundle: Bundle, machine: Machine) -> Policy | None:
-    """The policy that lies in `bundle` for `machine`; None where it was not calibrated.
+def find_policy(bundle: Bundle, backend: str, threads: int | None) -> Policy | None:
+    """The policy that lies in `bundle` for this machine; None where it was not calibrated.
 
     One that cannot be relied on is not used: a warning names it.
     """
-    file = policy_file(bundle, machine)
+    if not (bundle.path / FOLDER).is_dir():
+        return None
+    file = policy_file(bundle, this_machine(backend, threads))
     if not file.exists():
         return None
     try:
-        return read_policy(file, bundle, machine.backend)
+        return read_policy(file, bundle, backend)
     except BundleError as error:
         warnings.warn(f"{error}; until then the defaults hold", stacklevel=2)
         return None

@@ -90,16 +90,14 @@ class Run:
         self.attempt += 1
         return self.tape.run(tier, sequence, rows)
 
-    def start(self) -> Iterator[None]:
-        """Feed the prompt to the full verifier, yielding behind every chunk of a long one, and emit its first token."""
+    def start(self, *, drafting: bool = True) -> Iterator[None]:
+        """The first round: feed the prompt to the full verifier, emit its first token, let the drafter read."""
         yield from self.tape.chunks(FULL, self.tokens, 1)
         row = self.forward(FULL, self.tokens, 1)[0]
         self.push(Item(self.choose(row, self.tokens, Purpose.FULL_TOKEN), "full"), row)
         self.settle()
-
-    def read_ahead(self) -> Iterator[None]:
-        """Let the drafter read what there is of the text."""
-        if not self.done:
+        yield
+        if drafting and not self.done:
             yield from self.drafter.read(self.tokens)
 
     def propose(self, pending: Sequence[int] = ()) -> tuple[Draft, int]:

@@ -58,6 +58,12 @@ def measure_costs(bundle: Bundle, verifier: Engine, drafter: Engine | None) -> C
     return Costs(times, {size: ms / full[1] for size, ms in full.items()}, slim, draft)
 
 
+def pipeline_by(costs: Costs, bundle: Bundle, verifier: Engine, drafter: Engine | None) -> Pipeline:
+    """A pipeline whose modes choose their blocks by `costs`; which of them is best is not known yet."""
+    policy = Policy({"mode": PLAIN}, PLAIN, costs.full, costs.slim, costs.draft)
+    return Pipeline(bundle, verifier, drafter, max_sequences=1, retained_slots=1, slot_timeout=None, policy=policy)
+
+
 def candidates(bundle: Bundle, max_divergence: float | None) -> dict[str, dict[str, Any]]:
     """Label -> options of everything `auto` could be, simplest first; `routed` only if some divergence is allowed."""
     found: dict[str, dict[str, Any]] = {PLAIN: {"mode": PLAIN}, "speculative": {"mode": "speculative"}}

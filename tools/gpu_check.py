@@ -17,14 +17,13 @@ import typer
 from rich.table import Table
 
 from via_sd.export.check import compare_logits
-from via_sd.runtime import Pipeline, load_bundle
+from via_sd.runtime import load_bundle
 from via_sd.runtime.backends import BACKENDS, ENGINES, ONNXRUNTIME, open_engines
 from via_sd.runtime.engine import Engine
-from via_sd.runtime.policy import Policy
 from via_sd.runtime.rows import logits_of
 from via_sd.runtime.tensorrt.cuda import Cuda
 from via_sd.tools.bench import PLAIN, run_bench, settings_of, summarise
-from via_sd.tools.calibrate import measure_costs
+from via_sd.tools.calibrate import measure_costs, pipeline_by
 from via_sd.tools.commands.build import Dtype, build_here
 from via_sd.tools.console import CheckFailedError, CommandError, command, err, out, print_json, progress_bar
 from via_sd.tools.options import AsJson
@@ -71,11 +70,8 @@ def gpu_check(
         progress("comparing with ONNX Runtime on the CPU", None)
         tiers = compare_tiers(verifier, open_engines(loaded, ONNXRUNTIME)[0], loaded.identity.vocab_size)
         progress("timing passes", None)
-        costs = measure_costs(loaded, verifier, drafter)  # of this GPU: by them the modes choose their blocks
-        known = Policy({"mode": PLAIN}, PLAIN, costs.full, costs.slim, costs.draft)
-        pipeline = Pipeline(
-            loaded, verifier, drafter, max_sequences=1, retained_slots=1, slot_timeout=None, policy=known
-        )
+        costs = measure_costs(loaded, verifier, drafter)
+        pipeline = pipeline_by(costs, loaded, verifier, drafter)
         modes = [PLAIN, "speculative", *(["cascade", "routed"] if loaded.slim else [])]
         samples = run_bench(
             pipeline, PROMPTS, settings_of(modes), max_new_tokens=max_new_tokens, repeats=repeats, progress=progress

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options that several commands share, and the pipeline they ask for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from via_sd.runtime import Pipeline
 from via_sd.runtime.backends import BACKENDS
 
 Threads = Annotated[int | None, typer.Option(help="Threads of one pass.", show_default="physical cores", min=1)]
@@ -19,3 +20,17 @@ PolicyFile = Annotated[
     typer.Option("--policy", help="Go by this result of `calibrate`.", show_default="the bundle's for this machine"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print exactly one JSON object.")]
+
+
+def load_pipeline(
+    bundle: Path, *, backend: str, threads: int | None, trust_engines: bool, policy: Path | None
+) -> Pipeline:
+    """The pipeline over `bundle` for one sequence at a time, as the options above have it."""
+    return Pipeline.load(
+        bundle,
+        backend=backend,
+        threads=threads,
+        max_sequences=1,
+        trust_engines=trust_engines,
+        policy=True if policy is None else policy,
+    )

@@ -1,10 +1,11 @@
-"""A table on the terminal as a page that says where it was measured, and can be sent to somebody."""
+"""What a bench found: a table for the terminal, and a page that says where it was measured."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -12,6 +13,26 @@ from rich.table import Table
 from via_sd.masks.files import write_whole
 
 _WIDTH = 150
+
+
+def comparison(figures: Mapping[str, Mapping[str, Any]], approximate: Collection[str] = ("routed",)) -> Table:
+    """Settings by speed, overall and per bucket, with what decided it; `approximate` are those that are not exact."""
+    buckets = [b for b in next(iter(figures.values())) if b != "all"]
+    table = Table(title="tokens per second (over plain)", title_justify="left")
+    for name in ("mode", "output", *buckets, "all", "rejected", "full calls/token", "divergence", "same as plain"):
+        table.add_column(name, justify="left" if name in ("mode", "output") else "right")
+    for mode, by_bucket in figures.items():
+        every = by_bucket["all"]
+        table.add_row(
+            mode,
+            "approximate" if mode in approximate else "exact",
+            *(_speed(by_bucket[b]) for b in [*buckets, "all"]),
+            _percent(every["rejection_rate"]),
+            f"{every['full_calls_per_token']:.2f}",
+            _percent(every["divergence"]),
+            _percent(every["equal_to_plain"]),
+        )
+    return table
 
 
 def write_report(path: Path, title: str, facts: Mapping[str, object], *tables: RenderableType) -> None:
@@ -25,3 +46,11 @@ def write_report(path: Path, title: str, facts: Mapping[str, object], *tables: R
         console.print()
         console.print(renderable)
     write_whole(path, console.export_html(inline_styles=True))
+
+
+def _speed(figures: dict[str, Any]) -> str:
+    return f"{figures['tokens_per_s']['median']:.0f} ({figures['over_plain']['median']:.2f}x)"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"

@@ -17,7 +17,7 @@ from via_sd.runtime.bundle import Bundle, fast_hash
 from via_sd.runtime.errors import BundleError
 from via_sd.runtime.tensorrt.trust import built_here
 
-ENGINES = "engines.json"
+ENGINES_MANIFEST = "engines.json"
 FORMAT = "via-sd-engines"
 READS_VERSIONS = (2,)
 
@@ -87,7 +87,7 @@ def read_engine_files(bundle: Bundle, target: str, *, trust: bool = False, verif
         raise BundleError(f"{file} is missing; build the engines again: {build}") from None
     if hashlib.sha256(content).hexdigest() != entry["sha256"]:
         raise BundleError(f"{file} is not the one the bundle names; build the engines again: {build}")
-    manifest = read_manifest(file, f"build the engines again: {build}")
+    manifest = parse_manifest(content, file, f"build the engines again: {build}")
     files = EngineFiles(bundle.path, file.parent, manifest)
     for name, digest in files.request["source"].items():
         found = bundle.manifest["files"].get(name, {}).get("sha256")
@@ -103,12 +103,12 @@ def read_engine_files(bundle: Bundle, target: str, *, trust: bool = False, verif
     return files
 
 
-def read_manifest(file: Path, remedy: str = "build the engines again") -> dict[str, Any]:
-    """The contents of an engines.json; raises `BundleError` for one that this release does not read."""
+def parse_manifest(content: bytes, file: Path, remedy: str = "build the engines again") -> dict[str, Any]:
+    """The contents of an engines.json `file`; raises `BundleError` for one that this release does not read."""
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BundleError(f"cannot read {file} ({error}); {remedy}") from None
+        manifest = json.loads(content)
+    except ValueError as error:
+        raise BundleError(f"{file} is corrupt ({error}); {remedy}") from None
     found = manifest if isinstance(manifest, dict) else {}
     if found.get("format") != FORMAT or found.get("version") not in READS_VERSIONS:
         raise BundleError(

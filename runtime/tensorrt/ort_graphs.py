@@ -1,8 +1,8 @@
 """The portable graphs beside the engines, run by ONNX Runtime on any of its providers, buffers on the device.
 
 This is the way for a GPU that TensorRT for RTX has no kernels for, and for comparing engines with. One copy of the
-weights serves every session; KV buffers are bound as input and output, so that a step copies
-tokens in and a few numbers per position out. Logits stay on the device until somebody asks for them.
+weights serves every session; KV buffers are bound as input and output, so that a step copies tokens in and a few
+numbers per position out. Logits stay on the device until somebody asks for them.
 """
 
 from __future__ import annotations

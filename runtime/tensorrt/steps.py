@@ -27,8 +27,9 @@ class Step:
 
     def candidates(self, tokens: Sequence[int]) -> list[int]:
         """For each row the token that follows it in the pass `tokens`, the one it may have to judge; 0 for the last."""
-        following = [*tokens[self.start + self.rows[0] + 1 : self.start + self.count + 1], 0]
-        return following[: len(self.rows)]
+        rows = self.rows
+        following = [*tokens[self.start + rows[0] + 1 : self.start + self.count + 1], 0]
+        return following[: len(rows)]
 
 
 class StepPlanner:

@@ -12,15 +12,14 @@ from typing import Annotated
 import typer
 
 from via_sd.masks.files import write_whole
-from via_sd.runtime import MODES, Pipeline
+from via_sd.runtime import MODES
 from via_sd.runtime.backends import ONNXRUNTIME
 from via_sd.runtime.policy import this_machine
 from via_sd.tools.bench import run_bench, settings_of, summarise
-from via_sd.tools.commands.demo import comparison
 from via_sd.tools.console import CommandError, command, err, out, progress_bar
-from via_sd.tools.options import Backend, PolicyFile, Threads, TrustEngines
+from via_sd.tools.options import Backend, PolicyFile, Threads, TrustEngines, load_pipeline
 from via_sd.tools.prompts import read_prompts
-from via_sd.tools.report import write_report
+from via_sd.tools.report import comparison, write_report
 
 
 @command
@@ -46,14 +45,7 @@ def bench(
 ) -> None:
     """Measure the decoding modes of BUNDLE on PROMPTS, greedy, modes in turn, in one run."""
     wanted = read_prompts(prompts)
-    pipeline = Pipeline.load(
-        bundle,
-        backend=backend,
-        threads=threads,
-        max_sequences=1,
-        trust_engines=trust_engines,
-        policy=policy if policy is not None else True,
-    )
+    pipeline = load_pipeline(bundle, backend=backend, threads=threads, trust_engines=trust_engines, policy=policy)
     chosen = modes.split(",") if modes else [m for m in MODES if pipeline.bundle.slim or m not in ("cascade", "routed")]
     if unknown := sorted(set(chosen) - set(MODES)):
         raise CommandError(f"modes {', '.join(unknown)} are not known; modes are {', '.join(MODES)}")

@@ -10,16 +10,24 @@ import typer
 from rich.table import Table
 
 from via_sd.masks.files import write_whole
-from via_sd.runtime import Pipeline, load_bundle
+from via_sd.runtime import load_bundle
 from via_sd.runtime.backends import ONNXRUNTIME, open_engines
 from via_sd.runtime.engine import FULL
-from via_sd.runtime.policy import Policy, policy_file, policy_json, this_machine
-from via_sd.tools.bench import PLAIN
-from via_sd.tools.calibrate import candidates, is_exact, measure_costs, policy_of, run_rounds, slim_verdict, winner_of
-from via_sd.tools.commands.demo import comparison
+from via_sd.runtime.policy import policy_file, policy_json, this_machine
+from via_sd.tools.calibrate import (
+    candidates,
+    is_exact,
+    measure_costs,
+    pipeline_by,
+    policy_of,
+    run_rounds,
+    slim_verdict,
+    winner_of,
+)
 from via_sd.tools.console import command, err, out, print_json, progress_bar
 from via_sd.tools.options import AsJson, Backend, Threads, TrustEngines
 from via_sd.tools.prompts import read_prompts
+from via_sd.tools.report import comparison
 
 
 @command
@@ -55,14 +63,9 @@ def calibrate(
         verifier, drafter = open_engines(loaded, backend, threads=threads, trust_engines=trust_engines)
         progress("timing passes", None)
         costs = measure_costs(loaded, verifier, drafter)
-        # By its costs the modes choose their blocks; which of them is best is not known yet.
-        known = Policy({"mode": PLAIN}, PLAIN, costs.full, costs.slim, costs.draft)
-        pipeline = Pipeline(
-            loaded, verifier, drafter, max_sequences=1, retained_slots=1, slot_timeout=None, policy=known
-        )
         tried = candidates(loaded, max_divergence)
         first, second = run_rounds(
-            pipeline,
+            pipeline_by(costs, loaded, verifier, drafter),
             wanted,
             tried,
             max_divergence=max_divergence,

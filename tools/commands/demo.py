@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from via_sd.masks import parse_mask, write_mask
 from via_sd.runtime import MODES, Pipeline
@@ -17,6 +15,7 @@ from via_sd.tools.bench import run_bench, settings_of, summarise
 from via_sd.tools.commands.generate import show, summary
 from via_sd.tools.console import command, err, out, progress_bar
 from via_sd.tools.prompts import Prompt
+from via_sd.tools.report import comparison
 from via_sd.tools.smollm2 import cache_directory, fetch_smollm2
 
 #: One prompt of each kind a drafter behaves differently on.
@@ -65,26 +64,6 @@ def demo(
     )
 
 
-def comparison(figures: Mapping[str, Mapping[str, Any]], approximate: Collection[str] = ("routed",)) -> Table:
-    """Settings by speed, overall and per bucket, with what decided it; `approximate` are those that are not exact."""
-    buckets = [b for b in next(iter(figures.values())) if b != "all"]
-    table = Table(title="tokens per second (over plain)", title_justify="left")
-    for name in ("mode", "output", *buckets, "all", "rejected", "full calls/token", "divergence", "same as plain"):
-        table.add_column(name, justify="left" if name in ("mode", "output") else "right")
-    for mode, by_bucket in figures.items():
-        every = by_bucket["all"]
-        table.add_row(
-            mode,
-            "approximate" if mode in approximate else "exact",
-            *(_speed(by_bucket[b]) for b in [*buckets, "all"]),
-            _percent(every["rejection_rate"]),
-            f"{every['full_calls_per_token']:.2f}",
-            _percent(every["divergence"]),
-            _percent(every["equal_to_plain"]),
-        )
-    return table
-
-
 def _export(bundle: Path, progress: Any) -> None:
     from via_sd.export import export_bundle
 
@@ -108,11 +87,3 @@ def _show(pipeline: Pipeline, mode: str, max_new_tokens: int) -> None:
         show(chunk)
     out.print()
     err.print(summary(stream.completion), highlight=False)
-
-
-def _speed(figures: dict[str, Any]) -> str:
-    return f"{figures['tokens_per_s']['median']:.0f} ({figures['over_plain']['median']:.2f}x)"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"

@@ -10,10 +10,10 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
-from via_sd.runtime import Chunk, Completion, GenerationConfig, Pipeline
+from via_sd.runtime import Chunk, Completion, GenerationConfig
 from via_sd.runtime.backends import ONNXRUNTIME
 from via_sd.tools.console import command, err, out, print_json
-from via_sd.tools.options import AsJson, Backend, PolicyFile, Threads, TrustEngines
+from via_sd.tools.options import AsJson, Backend, PolicyFile, Threads, TrustEngines, load_pipeline
 
 #: Colour of a token by its tier.
 TIER_STYLES = {"draft": "green", "slim": "yellow", "full": "default"}
@@ -83,14 +83,7 @@ def generate(
         max_lag=max_lag,
         max_divergence=max_divergence,
     )
-    pipeline = Pipeline.load(
-        bundle,
-        backend=backend,
-        threads=threads,
-        max_sequences=1,
-        trust_engines=trust_engines,
-        policy=policy if policy is not None else True,
-    )
+    pipeline = load_pipeline(bundle, backend=backend, threads=threads, trust_engines=trust_engines, policy=policy)
     if as_json:
         print_json(pipeline.generate(prompt, config).to_json(), ensure_ascii=False)
         return

@@ -12,7 +12,7 @@ from rich.table import Table
 from via_sd.masks import Mask, read_mask
 from via_sd.runtime import Bundle, load_bundle
 from via_sd.runtime.policy import FOLDER
-from via_sd.runtime.tensorrt.files import ENGINES, read_manifest
+from via_sd.runtime.tensorrt.files import ENGINES_MANIFEST, parse_manifest
 from via_sd.tools.console import CommandError, command, out, print_json
 from via_sd.tools.options import AsJson
 
@@ -25,7 +25,7 @@ def inspect(
     """Show what a BUNDLE, a MASK or an ENGINE is; a bundle's files are checked against their hashes."""
     if not path.exists():
         raise CommandError(f"{path} does not exist; wanted a bundle directory, a mask file, or engines")
-    if path.suffix == ".plan" or (path / ENGINES).is_file():
+    if path.suffix == ".plan" or (path / ENGINES_MANIFEST).is_file():
         facts = _engine_facts(path)
     elif path.is_dir():
         facts = _bundle_facts(load_bundle(path))
@@ -63,11 +63,12 @@ def _bundle_facts(bundle: Bundle) -> dict[str, Any]:
 
 def _engine_facts(path: Path) -> dict[str, Any]:
     """Of every engine in a folder, or of one plan."""
-    manifest = read_manifest(path / ENGINES if path.is_dir() else path.with_name(ENGINES))
+    file = path / ENGINES_MANIFEST if path.is_dir() else path.with_name(ENGINES_MANIFEST)
+    manifest = parse_manifest(file.read_bytes(), file)
     request, files = manifest["request"], manifest["files"]
     wanted = {name: e for name, e in manifest["engines"].items() if path.is_dir() or e["plan"] == path.name}
     if not wanted:
-        raise CommandError(f"{path.with_name(ENGINES)} does not list {path.name}")
+        raise CommandError(f"{file} does not list {path.name}")
     return {
         "kind": "engines",
         "version": manifest["version"],

@@ -19,7 +19,6 @@ from .courier import Courier, Meter
 from .metrics import Metrics, NoMetrics
 from .request import Defaults, InvalidRequest, parse_request
 from .scheduler import Job, Limits, Outcome, Piece, Reason, RequestFailed, Scheduler, Steps
-from .tiers import TritonEngine
 
 _PARENT_CHECK_SECONDS = 1.0
 
@@ -114,6 +113,8 @@ def _check_placement(args: Mapping[str, str], backend: str) -> None:
 def _load_pipeline(folder: Path, parameters: _Parameters, limits: Limits) -> Any:
     try:
         from via_sd.runtime import Pipeline, load_bundle
+
+        from .tiers import TritonEngine
     except ImportError as error:
         raise pb_utils.TritonModelException(
             f"this model runs on via-sd-export, which the server's Python cannot import ({error}): install the package "

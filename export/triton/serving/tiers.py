@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from via_sd.runtime.engine import FULL
 from via_sd.runtime.rows import HostRow
 
-FULL = "full"
 #: Runs a model: its name, its inputs, and the names of the outputs that are wanted.
 Infer = Callable[[str, Mapping[str, np.ndarray], Sequence[str]], Mapping[str, np.ndarray]]
 
