@@ -105,18 +105,24 @@ def check(client: GrpcClient, case: Case) -> str | None:
 
 def resident(server: TritonServer) -> dict[str, int]:
     """Resident memory in KiB of the server and of each of its models' processes."""
-    found = {"server": server.pid}
+    found = {}
     for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            try:
-                parent = (process / "stat").read_text().rsplit(")", 1)[1].split()[1]
-                command = (process / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if int(parent) == server.pid and os.fsencode("triton_python_backend_stub") in command[0]:
-                found[command[8].decode()] = int(process.name)
-    status = {name: Path(f"/proc/{pid}/status").read_text() for name, pid in found.items()}
-    return {name: int(text.split("VmRSS:")[1].split()[0]) for name, text in status.items()}
+        if not process.name.isdigit():
+            continue
+        try:
+            parent = int((process / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            command = (process / "cmdline").read_bytes().split(b"\0")
+            status = (process / "status").read_text()
+        except OSError:  # it has ended since
+            continue
+        if "VmRSS:" not in status:
+            continue
+        size = int(status.split("VmRSS:")[1].split()[0])
+        if int(process.name) == server.pid:
+            found["server"] = size
+        elif parent == server.pid and os.fsencode("triton_python_backend_stub") in command[0]:
+            found[command[8].decode()] = size
+    return found
 
 
 def ended(server: TritonServer) -> float:
