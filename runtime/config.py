@@ -14,8 +14,9 @@ from via_sd.runtime.router import DivergenceGuard, Gates
 from via_sd.runtime.sampling import SamplingParams
 
 AUTO = "auto"
+CALIBRATED = "calibrated"
 DEFAULT_MAX_NEW_TOKENS = 256
-ROUTERS = ("paper", "adaptive")
+ROUTERS = ("paper", "adaptive", CALIBRATED)
 _WHOLE = ("max_new_tokens", "top_k", "seed", "logprobs", "gamma", "max_lag")
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "alpha1", "alpha2", "max_divergence")
 
@@ -36,11 +37,14 @@ class GenerationConfig:
         logprobs: report each token's log-probability and that many likeliest alternatives.
         gamma: length of drafted blocks; adaptive if None.
         alpha1, alpha2: the router's thresholds (see `Gates`); the policy's, or those of `Gates`, if None.
-        router: `paper` asks slim first in every round (Algorithm 2 as it stands), `adaptive` only where that pays; the
-            policy's, or `adaptive`, if None.
+        router: `paper` asks slim first in every round (Algorithm 2 as it stands), `adaptive` only where that pays;
+            `calibrated` does too, and goes by slim's margins as calibration found them on this machine instead of by
+            thresholds. The policy's, or `adaptive`, if None.
         max_lag: emitted tokens that may stand unseen by the full verifier.
-        max_divergence: share of tokens that may differ from the full verifier's choice before the router tightens.
+        max_divergence: share of tokens that may differ from the full verifier's choice before the router tightens;
+            with `calibrated` the limit of the calibration, if None.
         audit_tail: let the full verifier judge what is left at the end, so that the divergence covers every token.
+        keep_margins: keep what `Completion.margins` describes.
 
     Raises:
         RequestError: a value outside its range.
@@ -65,6 +69,7 @@ class GenerationConfig:
     max_lag: int = 64
     max_divergence: float | None = None
     audit_tail: bool = False
+    keep_margins: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in (AUTO, *MODES):
@@ -90,6 +95,11 @@ class GenerationConfig:
         if not all(isinstance(text, str) for text in texts):
             raise RequestError(f"stop is {stop!r}, wanted strings")
         object.__setattr__(self, "stop", texts)
+        if self.router == CALIBRATED and (self.alpha1, self.alpha2) != (None, None):
+            raise RequestError(
+                "alpha1 and alpha2 are thresholds of the routers paper and adaptive; the calibrated one takes "
+                "max_divergence instead"
+            )
         # Built once here so that a bad value is refused before anything runs.
         self.sampling()
         self.gates()

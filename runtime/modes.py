@@ -125,21 +125,21 @@ def _route_block(run: Run, draft: Draft, audit: _Audit) -> int:
     tightening = run.guard.tightening
     for j, token in enumerate(draft.tokens):
         row = rows[j]
-        route = run.gates.route(row, token, tightening)
+        route = run.router.route(row, token, tightening)
         if route is Route.ESCALATE:
             run.stats.escalations += 1
-            return j + audit.escalate(Draft(draft.tokens[j:], draft.laws[j:]))
+            return j + audit.escalate(Draft(draft.tokens[j:], draft.laws[j:]), row)
         if route is Route.REGENERATE:
             audit.let_through(Item(run.choose(row, run.tokens, Purpose.SLIM_TOKEN), "slim", replaced=True), row)
             return j
         if not audit.let_through(Item(token, "draft"), row):
             return j + 1
     last = rows[len(draft.tokens)]
-    if run.gates.is_sure(last, tightening):
+    if run.router.is_sure(last, tightening):
         audit.let_through(Item(run.choose(last, run.tokens, Purpose.SLIM_TOKEN), "slim"), last)
     elif not draft.tokens:
         run.stats.escalations += 1
-        audit.escalate(draft)
+        audit.escalate(draft, last)
     return len(draft.tokens)
 
 
@@ -149,20 +149,27 @@ class _Audit:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._laws: list[np.ndarray] = []  # slim's laws of the tokens it let through (temperature > 0)
+        self._margins: list[tuple[float, int]] = []  # slim's margins and best tokens, where full has not been
 
     def let_through(self, item: Item, row: Row) -> bool:
         """Emit a token on slim's word."""
         run = self._run
+        self._note(row)
         if not run.processor.params.greedy:
             self._laws.append(run.processor.law(row, run.tokens))
         return run.push(item, row, checked=False)
 
-    def escalate(self, draft: Draft) -> int:
-        """A full pass over everything full has not seen and `draft`, which it judges alone; how much of it is kept."""
+    def escalate(self, draft: Draft, doubted: Row | None = None) -> int:
+        """A full pass over everything full has not seen and `draft`, which it judges alone; how much of it is kept.
+
+        `doubted` is the row of slim's on which the router escalated.
+        """
         run = self._run
+        if doubted is not None:
+            self._note(doubted)
         unseen = len(run.tokens) - 1 - run.tape.seen[FULL]
         rows = run.forward(FULL, [*run.tokens, *draft.tokens], unseen + len(draft.tokens) + 1)
-        self._compare(rows[:unseen])
+        self._compare(rows, unseen)
         return run.verify(draft, rows[unseen:]).kept
 
     def tail(self) -> None:
@@ -170,12 +177,20 @@ class _Audit:
         run = self._run
         unseen = len(run.tokens) - 1 - run.tape.seen[FULL]
         if unseen > 0:
-            self._compare(run.forward(FULL, run.tokens[:-1], unseen))
+            self._compare(run.forward(FULL, run.tokens[:-1], unseen), unseen)
 
-    def _compare(self, rows: Sequence[Row]) -> None:
-        """Compare full's `rows` with the last len(rows) emitted tokens: argmax, or the overlap of the laws."""
+    def _note(self, row: Row) -> None:
+        if self._run.keep_margins:
+            self._margins.append((row.margin, row.best))
+
+    def _compare(self, rows: Sequence[Row], count: int) -> None:
+        """Compare `count` of full's `rows` with the last emitted tokens: argmax, or the overlap of the laws."""
         run = self._run
-        count = len(rows)
+        # Where the router escalated, there is one more of slim's rows than tokens that stand on its word.
+        noted = zip(self._margins, rows, strict=False)
+        run.stats.margins += [(margin, row.best == best) for (margin, best), row in noted]
+        self._margins.clear()
+        rows = rows[:count]
         before, audited = run.tokens[: len(run.tokens) - count], run.tokens[len(run.tokens) - count :]
         if run.processor.params.greedy:
             best = (run.processor.best(row, before, audited[:j]) for j, row in enumerate(rows))

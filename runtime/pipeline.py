@@ -15,13 +15,14 @@ from via_sd.runtime.backends import ONNXRUNTIME, open_engines
 from via_sd.runtime.bundle import Bundle, load_bundle
 from via_sd.runtime.chat import Message, render_chat
 from via_sd.runtime.completion import Completion
-from via_sd.runtime.config import AUTO, GenerationConfig
+from via_sd.runtime.config import AUTO, CALIBRATED, GenerationConfig
 from via_sd.runtime.drafters import Drafter, ModelDrafter, NgramDrafter
 from via_sd.runtime.engine import FULL, Engine
 from via_sd.runtime.errors import BundleError, RequestError
 from via_sd.runtime.gamma import StepCost
 from via_sd.runtime.kv import SlotPool, Tape
 from via_sd.runtime.policy import Policy, find_policy, read_policy
+from via_sd.runtime.router import Router
 from via_sd.runtime.sampling import Processor
 from via_sd.runtime.stream import CompletionStream
 from via_sd.runtime.text import Decoder
@@ -230,13 +231,30 @@ class Pipeline:
             if self.policy is not None:
                 meant = self.policy.options_for(config.temperature, config.max_divergence)
             open_ = {name: value for name, value in meant.items() if name == "mode" or getattr(config, name) is None}
+            if (config.alpha1, config.alpha2) != (None, None) and open_.get("router") == CALIBRATED:
+                del open_["router"]  # the request has thresholds of its own
             config = replace(config, **open_)
         if config.mode in ("cascade", "routed") and self.bundle.slim is None:
             raise RequestError(
                 f"mode {config.mode} needs a slim-verifier, and this bundle was exported without a mask; "
                 "export it with --mask, or use mode speculative"
             )
+        if config.mode == "routed" and config.router == CALIBRATED:
+            if self.policy is None or self.policy.router is None:
+                raise RequestError(
+                    "router calibrated needs a calibration that allowed some divergence, on this machine, with this "
+                    "backend and number of threads: via-sd-export calibrate --max-divergence"
+                )
+            if config.max_divergence is None:
+                config = replace(config, max_divergence=self.policy.router.max_divergence)
         return config
+
+    def router(self, config: GenerationConfig) -> Router:
+        """The router for a resolved `config`."""
+        calibrated = self.policy.router if self.policy and config.router == CALIBRATED else None
+        if calibrated is None or config.max_divergence is None:
+            return config.gates()
+        return calibrated.gate(config.max_divergence)
 
     # -- what a stream takes from here ---------------------------------------------------------------------------------
 

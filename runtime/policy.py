@@ -16,6 +16,7 @@ from via_sd.runtime.backends import ON_CPU, ONNXRUNTIME
 from via_sd.runtime.bundle import Bundle
 from via_sd.runtime.errors import BundleError
 from via_sd.runtime.modes import EXACT_MODES, MODES
+from via_sd.runtime.router import CalibratedRouter
 from via_sd.runtime.tensorrt.cuda import Cuda
 
 FORMAT = "via-sd-policy"
@@ -57,6 +58,7 @@ class Policy:
         full_cost: time of a full pass over S tokens, in passes over one, by S.
         slim_cost: of a slim pass, in full passes over as many tokens; None without a slim-verifier.
         draft_cost: of one drafted token, in full passes over one; None for a drafter that runs no model.
+        router: None where no divergence was allowed.
     """
 
     auto: Mapping[str, Any]
@@ -64,12 +66,13 @@ class Policy:
     full_cost: Mapping[int, float]
     slim_cost: float | None = None
     draft_cost: float | None = None
+    router: CalibratedRouter | None = None
 
     def __post_init__(self) -> None:
         if self.auto["mode"] not in MODES or self.exact not in EXACT_MODES:
             raise ValueError(f"modes {self.auto['mode']!r} and {self.exact!r}")
         costs = [*self.full_cost.values(), self.slim_cost or 1.0, self.draft_cost or 1.0]
-        if 1 not in self.full_cost or not all(0 < cost < float("inf") for cost in costs):
+        if 1 not in self.full_cost or len(self.full_cost) < 2 or not all(0 < cost < float("inf") for cost in costs):
             raise ValueError("costs that are none")
 
     def options_for(self, temperature: float, max_divergence: float | None) -> Mapping[str, Any]:
@@ -129,10 +132,18 @@ def read_policy(file: Path, bundle: Bundle, backend: str) -> Policy:
             raise ValueError("it was measured with other files than the bundle has now")
         costs = data["costs"]
         full = {int(tokens): float(cost) for tokens, cost in costs["full"].items()}
-        return Policy(dict(data["auto"]), data["exact"], full, costs["slim"], costs["draft"])
+        router = _router(data["router"])
+        return Policy(dict(data["auto"]), data["exact"], full, costs["slim"], costs["draft"], router)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error) if isinstance(error, (OSError, ValueError)) else f"it is damaged: {error!r}"
         raise BundleError(f"{file} is no policy to go by ({reason}); measure again: via-sd-export calibrate") from None
+
+
+def _router(described: Mapping[str, Any] | None) -> CalibratedRouter | None:
+    if described is None:
+        return None
+    margins = {float(share): float(margin) for share, margin in described["margins"].items()}
+    return CalibratedRouter(float(described["max_divergence"]), margins)
 
 
 def policy_json(bundle: Bundle, machine: Machine, policy: Policy, measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,6 +155,7 @@ def policy_json(bundle: Bundle, machine: Machine, policy: Policy, measured: Mapp
         "machine": asdict(machine),
         "auto": dict(policy.auto),
         "exact": policy.exact,
+        "router": None if policy.router is None else asdict(policy.router),
         "costs": {"full": dict(policy.full_cost), "slim": policy.slim_cost, "draft": policy.draft_cost},
         "measured": dict(measured),
     }

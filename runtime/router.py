@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 from via_sd.runtime.errors import RequestError
 from via_sd.runtime.rows import Row
@@ -16,6 +18,18 @@ class Route(Enum):
     ACCEPT = "accept"
     REGENERATE = "regenerate"
     ESCALATE = "escalate"
+
+
+class Router(Protocol):
+    """Decides from slim's rows alone. `tightening`, 1 and less, asks for more certainty the smaller it is."""
+
+    def route(self, row: Row, token: int, tightening: float = 1.0) -> Route:
+        """Decide for the drafted `token` after slim's `row`."""
+        ...
+
+    def is_sure(self, row: Row, tightening: float = 1.0) -> bool:
+        """Whether slim's own token may stand where nothing was drafted."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -47,6 +61,45 @@ class Gates:
     def is_sure(self, row: Row, tightening: float = 1.0) -> bool:
         """The outer gate: slim's likeliest token has at least probability 1 - alpha2."""
         return row.mass * (1 - self.alpha2 * tightening) <= 1.0
+
+
+@dataclass(frozen=True)
+class MarginGate:
+    """What slim likes best stands where it leads by at least `margin`; else ESCALATE.
+
+    The margin, slim's largest logit less its second, tells better than its probability whether the full verifier would
+    choose the same, and nothing else that is known before full is asked adds to it: see docs/router.md.
+    """
+
+    margin: float
+
+    def route(self, row: Row, token: int, tightening: float = 1.0) -> Route:
+        """See `Router.route`."""
+        if not self.is_sure(row, tightening):
+            return Route.ESCALATE
+        return Route.ACCEPT if token == row.best else Route.REGENERATE
+
+    def is_sure(self, row: Row, tightening: float = 1.0) -> bool:
+        """See `Router.is_sure`; a margin grows by 1 when `tightening` halves."""
+        return row.margin >= self.margin - math.log2(tightening)
+
+
+@dataclass(frozen=True)
+class CalibratedRouter:
+    """What calibration found out about slim's margins.
+
+    Attributes:
+        max_divergence: the limit it was calibrated for.
+        margins: share of tokens that may differ from the full verifier's choice -> the least margin that kept to it.
+    """
+
+    max_divergence: float
+    margins: Mapping[float, float]
+
+    def gate(self, max_divergence: float) -> MarginGate:
+        """The gate for the largest share measured that is within `max_divergence`; shut where there is none."""
+        within = [share for share in self.margins if share <= max_divergence]
+        return MarginGate(self.margins[max(within)] if within else math.inf)
 
 
 class DivergenceGuard:

@@ -26,6 +26,11 @@ class Row(Protocol):
         ...
 
     @property
+    def margin(self) -> float:
+        """The largest logit less the second largest: 0 where two are equal."""
+        ...
+
+    @property
     def logits(self) -> np.ndarray:
         """float32 [vocab]. Asking for them may copy them from a device."""
         ...
@@ -50,6 +55,12 @@ class HostRow:
     @property
     def mass(self) -> float:
         return float(np.exp(self.logits - self.logits.max()).sum())
+
+    @property
+    def margin(self) -> float:
+        best = self.best
+        others = (self.logits[:best], self.logits[best + 1 :])
+        return float(self.logits[best]) - max(float(part.max(initial=-np.inf)) for part in others)
 
     def gap(self, token: int) -> float:
         return float(self.logits[token]) - float(self.logits.max())

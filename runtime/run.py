@@ -11,7 +11,7 @@ from via_sd.runtime.drafters import Draft, Drafter
 from via_sd.runtime.engine import FULL
 from via_sd.runtime.gamma import AdaptiveGamma, StepCost
 from via_sd.runtime.kv import Tape
-from via_sd.runtime.router import DivergenceGuard, Gates
+from via_sd.runtime.router import DivergenceGuard, Gates, Router
 from via_sd.runtime.rows import Row
 from via_sd.runtime.sampling import Processor, Purpose, acceptance, draw, residual, uniform
 from via_sd.runtime.stats import Stats
@@ -62,6 +62,7 @@ class Run:
         slim_always_first: whether `routed` asks slim first in every round, as the paper does.
         max_lag: emitted tokens that may stand unseen by the full verifier.
         audit_tail: whether `routed` ends with a full pass over what only slim has judged.
+        keep_margins: whether `routed` notes in the statistics how slim's margins fared.
     """
 
     tokens: list[int]
@@ -78,10 +79,11 @@ class Run:
     slim: str = "slim"
     slim_cost: float = 0.7
     slim_always_first: bool = False
-    gates: Gates = field(default_factory=Gates)
+    router: Router = field(default_factory=Gates)
     guard: DivergenceGuard = field(default_factory=lambda: DivergenceGuard(None))
     max_lag: int = 64
     audit_tail: bool = False
+    keep_margins: bool = False
     done: bool = False
     attempt: int = 0
 

@@ -32,6 +32,7 @@ class Stats:
     disagreement: float = 0.0
     audited: int = 0
     reused_prefix: int = 0
+    margins: list[tuple[float, bool]] = field(default_factory=list)
     judged_at: list[int] = field(default_factory=list)
     kept_at: list[int] = field(default_factory=list)
     tier_counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))

@@ -142,6 +142,7 @@ class _Output:
             stats=stats.to_json(),
             seed=seed,
             logprobs=self._logprobs,
+            margins=stats.margins,
         )
 
 
@@ -170,10 +171,11 @@ def _new_run(
         slim_always_first=config.router == "paper",
         stop_tokens=output.stop_tokens,
         slim=pipeline.bundle.slim or FULL,
-        gates=config.gates(),
+        router=pipeline.router(config),
         guard=DivergenceGuard(config.max_divergence),
         max_lag=config.max_lag,
         audit_tail=config.audit_tail,
+        keep_margins=config.keep_margins,
     )
 
 

@@ -22,13 +22,14 @@ def settings_of(modes: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Sample:
-    """One generation: which setting, prompt and repeat, and what it gave."""
+    """One generation: which setting, prompt and repeat, and what it gave (see `Completion`)."""
 
     setting: str
     prompt: int
     repeat: int
     token_ids: list[int]
     stats: dict[str, Any]
+    margins: list[tuple[float, bool]]
 
 
 def run_bench(
@@ -68,7 +69,7 @@ def run_bench(
             pipeline.generate(prompt.text, GenerationConfig(mode="speculative", **{**base, "max_new_tokens": 3}))
             for label, setting in every.items():
                 completion = pipeline.generate(prompt.text, GenerationConfig(**{**base, **setting}))
-                samples.append(Sample(label, index, repeat, completion.token_ids, completion.stats))
+                samples.append(Sample(label, index, repeat, completion.token_ids, completion.stats, completion.margins))
                 progress(f"{label}: prompt {index + 1} of {len(prompts)}", len(samples) / total)
     return samples
 

@@ -1,29 +1,33 @@
 """Find what `auto` should do on this machine: what passes cost here, and which mode is fastest on the user's prompts.
 
 Nothing is predicted: a model of speculative decoding that is a few per cent off picks the wrong mode, and a run tells.
-Approximate candidates, of which there are several, run in a first, short round; the best of them and the exact modes in
-the whole one.
+The router's thresholds, of which several are tried, run in a first, short round, whose audit the router is calibrated
+on; the best of them, the calibrated router and the exact modes run in the whole one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from via_sd.runtime import EXACT_MODES, Bundle, Pipeline
 from via_sd.runtime.engine import FULL, Engine
 from via_sd.runtime.policy import Policy
-from via_sd.tools.bench import PLAIN, run_bench, summarise
+from via_sd.runtime.router import CalibratedRouter
+from via_sd.tools.bench import PLAIN, Sample, run_bench, summarise
+from via_sd.tools.margins import calibrate_router
 from via_sd.tools.prompts import Prompt
 from via_sd.tools.step_times import step_times
 
 #: Outer thresholds of the router that are tried (paper Algorithm 2); its own is the first.
 ALPHA2 = (0.3, 0.5, 0.7, 0.9)
-#: How many approximate candidates reach the second round, and the tokens of each answer in the first.
-FINALISTS, FIRST_ROUND_TOKENS = 2, 48
+#: The label of the router that is calibrated on the first round.
+CALIBRATED = "routed, calibrated"
+#: Tokens of each answer in the first round.
+FIRST_ROUND_TOKENS = 48
 #: What a candidate has to gain over a simpler one to be preferred.
 MARGIN = 1.02
 
@@ -58,6 +62,20 @@ def measure_costs(bundle: Bundle, verifier: Engine, drafter: Engine | None) -> C
     return Costs(times, {size: ms / full[1] for size, ms in full.items()}, slim, draft)
 
 
+@dataclass(frozen=True)
+class Rounds:
+    """What running the candidates gave.
+
+    Attributes:
+        first, second: figures by label, see `summarise`.
+        router: calibrated on the first round; None without one.
+    """
+
+    first: dict[str, dict[str, Any]]
+    second: dict[str, dict[str, Any]]
+    router: CalibratedRouter | None
+
+
 def pipeline_by(costs: Costs, bundle: Bundle, verifier: Engine, drafter: Engine | None) -> Pipeline:
     """A pipeline whose modes choose their blocks by `costs`; which of them is best is not known yet."""
     policy = Policy({"mode": PLAIN}, PLAIN, costs.full, costs.slim, costs.draft)
@@ -71,9 +89,10 @@ def candidates(bundle: Bundle, max_divergence: float | None) -> dict[str, dict[s
         return found
     found["cascade"] = {"mode": "cascade"}
     if max_divergence is not None:
-        for alpha2 in ALPHA2:
-            options = {"mode": "routed", "alpha2": alpha2, "max_divergence": max_divergence}
-            found[f"routed, alpha2 {alpha2}"] = options
+        routed = {"mode": "routed", "max_divergence": max_divergence}
+        found["routed, paper"] = {**routed, "router": "paper"}
+        found |= {f"routed, alpha2 {alpha2}": {**routed, "alpha2": alpha2} for alpha2 in ALPHA2}
+        found[CALIBRATED] = {**routed, "router": "calibrated"}
     return found
 
 
@@ -86,31 +105,36 @@ def run_rounds(
     max_new_tokens: int,
     repeats: int,
     progress: Callable[[str, float | None], None] = lambda *_: None,
-) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Run the candidates.
+) -> Rounds:
+    """Run the candidates, see `candidates`; the pipeline's policy gets the router that the first round calibrates."""
 
-    Returns:
-        The figures of the first round and of the second, by label in the order of `tried` (see `summarise`).
-    """
-
-    def round_of(labels: Sequence[str], tokens: int, times: int, name: str) -> dict[str, dict[str, Any]]:
-        samples = run_bench(
+    def round_of(labels: Iterable[str], tokens: int, times: int, name: str, **options: Any) -> list[Sample]:
+        return run_bench(
             pipeline,
             prompts,
             {label: tried[label] for label in labels},
             max_new_tokens=tokens,
             repeats=times,
-            progress=lambda text, share: progress(f"{name}: {text}", share),
+            progress=lambda text, share: progress(f"{name} round: {text}", share),
+            **options,
         )
-        return summarise(samples, prompts)
 
-    exact = [label for label in tried if is_exact(tried[label])]
-    approximate = [label for label in tried if label not in exact]
-    first = round_of(approximate, min(max_new_tokens, FIRST_ROUND_TOKENS), 1, "first round") if approximate else {}
-    fitting = [label for label in approximate if _keeps_to(first[label], max_divergence)]
-    best = sorted(fitting, key=lambda label: -_speed(first[label]))[:FINALISTS]
-    second = round_of([label for label in tried if label in exact or label in best], max_new_tokens, repeats, "second")
-    return first, second
+    finalists = [label for label in tried if is_exact(tried[label])]
+    first: dict[str, dict[str, Any]] = {}
+    router = None
+    if max_divergence is not None and CALIBRATED in tried:
+        gates = [label for label in tried if label not in (*finalists, CALIBRATED)]
+        samples = round_of(gates, min(max_new_tokens, FIRST_ROUND_TOKENS), 1, "first", keep_margins=True)
+        first = summarise(samples, prompts)
+        fitting = [label for label in gates if _keeps_to(first[label], max_divergence)]
+        finalists += sorted(fitting, key=lambda label: -_speed(first[label]))[:1]
+        router = calibrate_router((each for sample in samples for each in sample.margins), max_divergence)
+        if router.gate(max_divergence).margin < math.inf:
+            finalists.append(CALIBRATED)
+            assert pipeline.policy is not None
+            pipeline.policy = replace(pipeline.policy, router=router)
+    second = round_of(finalists, max_new_tokens, repeats, "second")
+    return Rounds(first, summarise(second, prompts), router)
 
 
 def is_exact(options: Mapping[str, Any]) -> bool:
@@ -130,19 +154,17 @@ def winner_of(figures: Mapping[str, Mapping[str, Any]], max_divergence: float | 
 
 
 def policy_of(
-    tried: Mapping[str, Mapping[str, Any]],
-    figures: Mapping[str, Mapping[str, Any]],
-    max_divergence: float | None,
-    costs: Costs,
+    tried: Mapping[str, Mapping[str, Any]], rounds: Rounds, max_divergence: float | None, costs: Costs
 ) -> Policy:
-    """The policy that the `figures` of the second round speak for."""
-    exact = {label: each for label, each in figures.items() if is_exact(tried[label])}
+    """The policy that the second round speaks for."""
+    exact = {label: each for label, each in rounds.second.items() if is_exact(tried[label])}
     return Policy(
-        tried[winner_of(figures, max_divergence)],
+        tried[winner_of(rounds.second, max_divergence)],
         tried[winner_of(exact, None)]["mode"],
         costs.full,
         costs.slim,
         costs.draft,
+        rounds.router,
     )
 
 

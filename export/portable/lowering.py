@@ -47,7 +47,7 @@ def to_portable(
     - `logit_rows` int64 [rows]: which of the step's tokens (0 to tokens - 1) to compute logits for
     - `candidates` int64 [batch, rows]: for each of these a token that its numbers are to be about too
 
-    Outputs: `logits` float32 [batch, rows, vocab]; `row_numbers` float32 [batch, rows, 3], see `RowNumbersPass`;
+    Outputs: `logits` float32 [batch, rows, vocab]; `row_numbers` float32 [batch, rows, 4], see `RowNumbersPass`;
     `present.{layer}.key|value`, shaped as the past and meant to be bound to the same memory.
 
     Args:

@@ -1,6 +1,6 @@
 """Numbers of every row of logits, computed in the graph: all that greedy decoding and the router look at.
 
-A row of logits is as wide as the vocabulary, and these are three numbers: next to nothing has to leave a device.
+A row of logits is as wide as the vocabulary, and these are four numbers: next to nothing has to leave a device.
 """
 
 from __future__ import annotations
@@ -14,23 +14,26 @@ from via_sd.export.portable.constants import add, int64_constant, named_constant
 CANDIDATES = "candidates"
 ROW_NUMBERS = "row_numbers"
 #: Columns of `row_numbers`.
-_NUMBERS = 3
+_NUMBERS = 4
+#: Stands for the best logit where the best of the others is looked for.
+_LEAST = -1e30
 #: A token id is exact in float32 below this.
 _MOST_TOKENS = 1 << 24
 
 
 class RowNumbersPass(ir.passes.InPlacePass):
-    """Add the numbers that the gates of the router (paper Algorithm 2) are made of.
+    """Add the numbers that the router's decisions (paper Algorithm 2) are made of.
 
     Of a row l, and the token v that `candidates` names for it:
 
     - the first token with the largest logit. A comparison says which, not `ArgMax`, for TensorRT does not promise which
       of several equals its own takes, and in half precision they are frequent;
     - sum exp(l - max l), which is 1 over the largest probability;
-    - l[v] - max l, the logarithm of q(v) / max q.
+    - l[v] - max l, the logarithm of q(v) / max q;
+    - max l less the largest logit of the other tokens.
 
     Requires: output `logits` float32 [batch, rows, vocab], of known vocab.
-    Ensures: input `candidates` int64 [batch, rows]; output `row_numbers` float32 [batch, rows, 3] behind `logits`.
+    Ensures: input `candidates` int64 [batch, rows]; output `row_numbers` float32 [batch, rows, 4] behind `logits`.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -58,7 +61,10 @@ class RowNumbersPass(ir.passes.InPlacePass):
         best = reduce("ReduceMin", equals, "row_best")
         column = add(nodes, "Unsqueeze", [candidates, last], "row_candidate")
         gap = add(nodes, "GatherElements", [below, column], "row_gap", axis=-1)
-        numbers = add(nodes, "Concat", [best, mass, gap], ROW_NUMBERS, axis=-1)
+        is_best = add(nodes, "Equal", [tokens, best], "row_is_best")
+        others = add(nodes, "Where", [is_best, constant(_LEAST), below], "row_others")
+        margin = add(nodes, "Neg", [reduce("ReduceMax", others, "row_second")], "row_margin")
+        numbers = add(nodes, "Concat", [best, mass, gap, margin], ROW_NUMBERS, axis=-1)
         numbers.type, numbers.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(["batch", "rows", _NUMBERS])
         graph.extend(nodes)
         graph.outputs.insert(list(graph.outputs).index(logits) + 1, numbers)

@@ -17,7 +17,7 @@ from via_sd.export.tensorrt.source import Source, file_matches
 from via_sd.export.tensorrt.weights import WEIGHTS_FILE, Table, table_to_json
 
 FORMAT = "via-sd-engines"
-VERSION = 2
+VERSION = 3
 ENGINES_MANIFEST = "engines.json"
 LOG, TIMING_CACHE = "build.log", "timing.cache"
 

@@ -19,7 +19,7 @@ from via_sd.runtime.tensorrt.trust import built_here
 
 ENGINES_MANIFEST = "engines.json"
 FORMAT = "via-sd-engines"
-READS_VERSIONS = (2,)
+READS_VERSIONS = (3,)
 
 
 @dataclass(frozen=True)

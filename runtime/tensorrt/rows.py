@@ -9,9 +9,9 @@ import numpy as np
 
 from via_sd.runtime.errors import ViaSdError
 
-#: Columns of a portable graph's `row_numbers`; the last is of the token in `candidates`.
-BEST, MASS, GAP = range(3)
-NUMBERS = 3
+#: Columns of a portable graph's `row_numbers`; the gap is that of the token in `candidates`.
+BEST, MASS, GAP, MARGIN = range(4)
+NUMBERS = 4
 
 
 class LogitsError(ViaSdError):
@@ -27,10 +27,11 @@ class DeviceRow:
         fetch: brings the logits to the host, float32 [vocab].
     """
 
-    __slots__ = ("_candidate", "_fetch", "_gap", "_logits", "best", "mass")
+    __slots__ = ("_candidate", "_fetch", "_gap", "_logits", "best", "margin", "mass")
 
     def __init__(self, numbers: Sequence[float], candidate: int, fetch: Callable[[], np.ndarray]) -> None:
-        self.best, self.mass, self._gap = int(numbers[BEST]), max(1.0, numbers[MASS]), numbers[GAP]
+        self.best, self.mass = int(numbers[BEST]), max(1.0, numbers[MASS])
+        self.margin, self._gap = numbers[MARGIN], numbers[GAP]
         self._candidate, self._fetch = candidate, fetch
         self._logits: np.ndarray | None = None
 
@@ -56,7 +57,7 @@ def device_rows(numbers: np.ndarray, candidates: Sequence[int], fetch: Callable[
     """The rows of one step.
 
     Args:
-        numbers: float32 [rows, 3].
+        numbers: float32 [rows, 4].
         candidates: for each row the token that its gap is of.
         fetch: brings the logits of a row, by index, to the host, float32 [vocab].
 

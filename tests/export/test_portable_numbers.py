@@ -38,7 +38,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> ort.InferenceSession:
 
 @settings(max_examples=300, derandomize=True, deadline=None)
 @given(data=st.data(), batch=st.integers(1, 2), rows=st.integers(1, 4))
-def test_they_are_the_first_best_token_the_mass_and_the_gap(session, data, batch, rows):
+def test_they_are_the_first_best_token_the_mass_the_gap_and_the_margin(session, data, batch, rows):
     def several(values: st.SearchStrategy, count: int) -> list:
         return data.draw(st.lists(values, min_size=count, max_size=count))
 
@@ -50,6 +50,8 @@ def test_they_are_the_first_best_token_the_mass_and_the_gap(session, data, batch
     np.testing.assert_allclose(numbers[..., 1], np.exp(below).sum(-1), rtol=1e-5)
     wanted = np.take_along_axis(below, candidates[..., None], -1)[..., 0]
     np.testing.assert_allclose(numbers[..., 2], wanted, rtol=1e-6, atol=1e-6)
+    second, first = np.sort(logits.astype(np.float64), -1)[..., -2:].transpose(2, 0, 1)
+    np.testing.assert_allclose(numbers[..., 3], first - second, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -14,6 +14,10 @@ from hypothesis import strategies as st
 from tests.runtime.pipelines import LETTERS, AdversarialDrafter, WatchedPipeline, table_pipeline
 from tests.runtime.table_engine import TableEngine, digest_of, hashed_laws
 from via_sd.runtime import EXACT_MODES, Completion
+from via_sd.runtime.drafters import Draft
+from via_sd.runtime.modes import _Audit
+from via_sd.runtime.policy import Policy
+from via_sd.runtime.router import CalibratedRouter
 from via_sd.runtime.rows import HostRow, Row
 from via_sd.runtime.run import Item, Run
 from via_sd.runtime.sampling import Processor, SamplingParams
@@ -21,12 +25,21 @@ from via_sd.runtime.sampling import Processor, SamplingParams
 VOCAB = 7
 CAPACITY = 72
 MODES = ("plain", "speculative", "cascade", "routed")
+POLICY = Policy(
+    {"mode": "plain"}, "plain", {1: 1.0, 8: 1.5}, slim_cost=0.4, router=CalibratedRouter(0.1, {0.0: 2.0, 0.1: 0.5})
+)
 
 
 @st.composite
 def requests(draw: st.DrawFn) -> dict[str, Any]:
     greedy = draw(st.booleans())
+    router = draw(st.sampled_from(("paper", "adaptive", "calibrated")))
+    thresholds = {
+        "alpha1": draw(st.sampled_from((0.0, 0.5, 1.0))),
+        "alpha2": draw(st.sampled_from((0.0, 0.3, 0.7, 1.0))),
+    }
     return {
+        **(thresholds if router != "calibrated" else {}),
         "raw": True,
         "seed": draw(st.integers(0, 2**64 - 1)),
         "max_new_tokens": draw(st.integers(1, 80)),
@@ -38,12 +51,11 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
         "stop": draw(st.lists(st.text(LETTERS[:VOCAB], min_size=1, max_size=3), max_size=2)),
         "ignore_eos": draw(st.booleans()),
         "gamma": draw(st.one_of(st.none(), st.integers(1, 12))),
-        "alpha1": draw(st.sampled_from((0.0, 0.5, 1.0))),
-        "alpha2": draw(st.sampled_from((0.0, 0.3, 0.7, 1.0))),
-        "router": draw(st.sampled_from(("paper", "adaptive"))),
+        "router": router,
         "max_lag": draw(st.integers(1, 40)),
         "max_divergence": draw(st.sampled_from((None, 0.0, 0.1))),
         "audit_tail": draw(st.booleans()),
+        "keep_margins": draw(st.booleans()),
         "logprobs": draw(st.sampled_from((None, 0, 3))),
     }
 
@@ -66,7 +78,7 @@ def test_everything_a_completion_says_agrees(mode: str, kind: str, tmp_path_fact
         engine = TableEngine(laws, VOCAB, CAPACITY)
         model = TableEngine(lambda tier, *at: laws("slim", *at), VOCAB, CAPACITY, ("full",))
         draft_with = {"mask": "mask", "model": model}.get(kind, "ngram")
-        pipeline = table_pipeline(engine, directory, draft_with=draft_with, eos=eos)
+        pipeline = table_pipeline(engine, directory, draft_with=draft_with, eos=eos, policy=POLICY)
         if kind == "adversarial":
             sampled = request["temperature"] > 0
             pipeline.replacement = lambda *_: AdversarialDrafter(VOCAB, lambda s: s[-1], len(prompt), sampled=sampled)
@@ -104,7 +116,8 @@ def _check_ending(found: Completion, request: dict[str, Any], prompt: str, eos: 
     if found.finish_reason == "stop":
         ends = [(end, end - 1) for end in stops] + cuts
         assert ends
-        end, cut = min(ends)
+        # An end-of-sequence token is no text, and so completes no stop string.
+        end, cut = min(ends, key=lambda each: each[0])
         assert end == len(letters), "nothing follows the token that ended the text"
         assert found.text == letters[:cut]
     else:
@@ -144,6 +157,10 @@ def _check_counts(found: Completion, engine: TableEngine, model: TableEngine, re
         assert stats["divergence"] == {"checked": 0, "disagreed": 0, "rate": None}
     if stats["mode"] == "plain":
         assert (stats["rounds"], stats["drafted_tokens"], stats["full_calls"]) == (emitted, 0, emitted)
+    if stats["mode"] == "routed" and request["keep_margins"]:
+        assert len(found.margins) == stats["divergence"]["checked"] + stats["escalations"]
+    else:
+        assert found.margins == []
     if stats["mode"] == "routed" and request["audit_tail"] and found.finish_reason != "cancelled":
         assert stats["checked_by_full"] == 1
     times = stats["time_ms"]
@@ -208,3 +225,43 @@ def test_divergence_at_temperature_is_what_the_two_laws_do_not_share(
         assert found.stats["divergence"]["disagreed"] == pytest.approx(apart)
         audited += len(unchecked)
     assert audited > 300
+
+
+def test_margins_are_slims_wherever_it_was_asked_and_say_what_full_thought(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    laws = hashed_laws(VOCAB, slim=0.4)
+    pipeline: WatchedPipeline = table_pipeline(TableEngine(laws, VOCAB, CAPACITY), tmp_path)
+    asked: list[int] = []
+    push, escalate = Run.push, _Audit.escalate
+
+    def pushed(run: Run, item: Item, row: Row, *, checked: bool = True) -> bool:
+        if not checked:
+            asked.append(len(run.tokens))
+        return push(run, item, row, checked=checked)
+
+    def escalated(audit: _Audit, draft: Draft, doubted: Row | None = None) -> int:
+        if doubted is not None:
+            asked.append(len(audit._run.tokens))
+        return escalate(audit, draft, doubted)
+
+    monkeypatch.setattr(Run, "push", pushed)
+    monkeypatch.setattr(_Audit, "escalate", escalated)
+    agreed = []
+    for prompt in ("abcabc", "gfed", "aab"):
+        asked.clear()
+        found = pipeline.generate(
+            prompt, mode="routed", alpha2=0.7, max_new_tokens=50, raw=True, audit_tail=True, router="paper",
+            keep_margins=True,
+        )  # fmt: skip
+        tokens = [*pipeline.encode(prompt), *found.token_ids]
+        wanted = []
+        for at in asked:
+            full, slim = (
+                laws(tier, tuple(tokens[max(0, at - 4) : at]), digest_of(tokens[:at])) for tier in ("full", "slim")
+            )
+            second, first = np.sort(slim)[-2:]
+            wanted.append((pytest.approx(first - second), full.argmax() == slim.argmax()))
+        assert found.margins == wanted
+        agreed += [same for _, same in found.margins]
+    assert 20 < sum(agreed) < len(agreed) - 20

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.runtime.pipelines import table_pipeline
+from tests.runtime.pipelines import WatchedPipeline, table_pipeline
 from tests.runtime.table_engine import TableEngine, hashed_laws
-from via_sd.runtime import RequestError
-from via_sd.runtime.router import DivergenceGuard, Gates, Route
+from via_sd.runtime import GenerationConfig, RequestError
+from via_sd.runtime.policy import Policy
+from via_sd.runtime.router import CalibratedRouter, DivergenceGuard, Gates, MarginGate, Route
 from via_sd.runtime.rows import HostRow
 
 VOCAB = 9
@@ -54,6 +55,73 @@ def test_tokens_equally_likely_pass_the_strictest_inner_gate_together() -> None:
 def test_thresholds_out_of_range_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(RequestError, match=r"alpha[12] is .*, wanted 0 to 1"):
         Gates(**bad)
+
+
+@given(row=ROWS, token=st.integers(0, VOCAB - 1), margin=st.floats(0, 50), tightening=TIGHTENING)
+@settings(max_examples=1000, derandomize=True, deadline=None)
+def test_slims_best_token_stands_where_it_leads_by_the_margin(
+    row: list[float], token: int, margin: float, tightening: float
+) -> None:
+    token %= len(row)
+    first, second = [*sorted(row, reverse=True), -math.inf][:2]
+    lead = first - second - margin - math.log2(1 / tightening)
+    assume(abs(lead) > 1e-9)
+    best = int(np.argmax(row))
+    wanted = Route.ESCALATE if lead < 0 else Route.ACCEPT if token == best else Route.REGENERATE
+    found, gate = HostRow(np.array(row, np.float32)), MarginGate(margin)
+    assert gate.route(found, token, tightening) is wanted
+    assert gate.is_sure(found, tightening) == (lead >= 0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "margin"), [(0.0, math.inf), (0.009, math.inf), (0.01, 4.0), (0.03, 4.0), (0.05, 1.5), (1.0, 1.5)]
+)
+def test_a_calibrated_router_takes_the_margin_of_the_largest_share_within_the_limit(
+    limit: float, margin: float
+) -> None:
+    assert CalibratedRouter(0.05, {0.05: 1.5, 0.01: 4.0}).gate(limit) == MarginGate(margin)
+
+
+def calibrated_pipeline(directory: Path, margins: dict[float, float]) -> WatchedPipeline:
+    """Slim is often wrong here, and drafts are, too."""
+    policy = Policy({"mode": "plain"}, "plain", {1: 1.0, 8: 1.2}, router=CalibratedRouter(0.1, margins))
+    return table_pipeline(TableEngine(hashed_laws(VOCAB, slim=0.7), VOCAB), directory, policy=policy)
+
+
+def test_the_wider_the_calibrated_margin_the_less_stands_on_slims_word(tmp_path: Path) -> None:
+    pipeline = calibrated_pipeline(tmp_path, {0.01: 4.0, 0.1: 1.0, 0.5: 0.0})
+
+    def counts(limit: float) -> tuple[int, float]:
+        unseen, apart = 0, 0.0
+        for prompt in ("abc", "cab", "hhg", "fed"):
+            stats = pipeline.generate(
+                prompt, mode="routed", router="calibrated", raw=True, max_new_tokens=120, max_divergence=limit,
+                audit_tail=True,
+            ).stats  # fmt: skip
+            unseen += stats["divergence"]["checked"]
+            apart += stats["divergence"]["disagreed"]
+        return unseen, apart / max(1, unseen)
+
+    shut, narrow, loose = counts(0.0), counts(0.01), counts(0.5)
+    assert shut == (0, 0.0)
+    assert 0 < narrow[0] < loose[0]
+    assert narrow[1] < loose[1]
+
+
+def test_without_a_limit_of_its_own_a_request_keeps_to_the_calibration_s(tmp_path: Path) -> None:
+    pipeline = calibrated_pipeline(tmp_path, {0.01: 4.0, 0.1: 1.0})
+    resolved = pipeline.resolve(GenerationConfig(mode="routed", router="calibrated"))
+    assert (resolved.max_divergence, pipeline.router(resolved)) == (0.1, MarginGate(1.0))
+    stricter = pipeline.resolve(GenerationConfig(mode="routed", router="calibrated", max_divergence=0.02))
+    assert pipeline.router(stricter) == MarginGate(4.0)
+
+
+def test_the_calibrated_router_is_refused_where_nothing_was_calibrated(tmp_path: Path) -> None:
+    pipeline = table_pipeline(TableEngine(hashed_laws(VOCAB), VOCAB), tmp_path)
+    with pytest.raises(RequestError, match="via-sd-export calibrate --max-divergence"):
+        pipeline.stream("abc", mode="routed", router="calibrated", raw=True)
+    with pytest.raises(RequestError, match="thresholds of the routers paper and adaptive"):
+        pipeline.stream("abc", mode="routed", router="calibrated", alpha2=0.5, raw=True)
 
 
 @given(blocks=st.lists(st.lists(st.sampled_from((0.0, 0.3, 1.0)), max_size=8), max_size=40), limit=st.floats(0, 1))

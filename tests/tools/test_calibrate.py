@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from typer.testing import CliRunner
 from via_sd.runtime import BundleError, GenerationConfig, Pipeline, load_bundle
 from via_sd.runtime.backends import open_engines
 from via_sd.runtime.policy import Policy, measured_files, policy_file, read_policy, this_machine
+from via_sd.runtime.router import Gates, MarginGate
 from via_sd.tools import calibrate
+from via_sd.tools.bench import Sample
 from via_sd.tools.calibrate import Costs, candidates, measure_costs, winner_of
 from via_sd.tools.main import app
 from via_sd.tools.step_times import SIZES, step_times
@@ -61,11 +64,15 @@ def test_the_policy_holds_what_was_measured_and_the_fastest_of_it(calibrated):
     measured = facts["measured"]
     assert set(measured["step_ms"]) == {"full", "slim", "deep"}
     assert all(list(map(int, times)) == list(SIZES) for times in measured["step_ms"].values())
-    routed = [f"routed, alpha2 {alpha2}" for alpha2 in (0.3, 0.5, 0.7, 0.9)]
+    routed = ["routed, paper", *(f"routed, alpha2 {alpha2}" for alpha2 in (0.3, 0.5, 0.7, 0.9))]
     assert list(measured["first_round"]) == ["plain", *routed]  # plain is in every bench
     exact = ["plain", "speculative", "cascade"]
     assert list(measured["second_round"])[:3] == exact
+    assert measured["second_round"].keys() - exact <= {*routed, "routed, calibrated"}
+    assert list(measured["second_round"])[-1] == "routed, calibrated"
     assert len(measured["second_round"]) == 5
+    assert facts["router"]["max_divergence"] == 1.0
+    assert facts["router"]["margins"]["1.0"] >= 0
     assert facts["auto"]["mode"] == winner_of(measured["second_round"], 1.0).split(",")[0]
     assert facts["exact"] in ("plain", "speculative", "cascade")
     costs, full = facts["costs"], measured["step_ms"]["full"]
@@ -100,6 +107,26 @@ def test_what_a_request_says_wins_over_the_policy(bundle):
     assert (said.alpha2, said.max_divergence, said.alpha1) == (0.3, 0.5, 0.1)
     explicit = pipeline.resolve(GenerationConfig(mode="routed"))
     assert (explicit.gates().alpha2, explicit.max_divergence) == (0.3, None), "options go with auto, not with a mode"
+
+
+def test_the_calibrated_router_goes_with_auto_until_a_request_has_thresholds(bundle):
+    set_auto(bundle, "routed", router="calibrated", max_divergence=0.5)
+    pipeline = Pipeline.load(bundle, threads=1)
+    assert isinstance(pipeline.router(pipeline.resolve(GenerationConfig())), MarginGate)
+    said = pipeline.resolve(GenerationConfig(alpha2=0.9))
+    assert pipeline.router(said) == Gates(alpha2=0.9)
+    assert pipeline.generate("x", **REQUEST).stats["mode"] == "routed"
+    chosen = CliRunner().invoke(
+        app,
+        ["generate", str(bundle), "--prompt", "x", "--mode", "routed", "--router", "calibrated", "--raw", "--threads",
+         "1", "--max-new-tokens", "5", "--json"],
+    )  # fmt: skip
+    assert json.loads(chosen.stdout)["stats"]["mode"] == "routed"
+    refused = CliRunner().invoke(
+        app, ["generate", str(bundle), "--prompt", "x", "--mode", "routed", "--router", "calibrated", "--threads", "2"]
+    )
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "via-sd-export calibrate --max-divergence" in " ".join(refused.stderr.split())
 
 
 @pytest.mark.parametrize(
@@ -143,9 +170,28 @@ def test_the_policy_s_mode_gives_the_text_that_mode_gives(bundle):
         (lambda data: {**data, "costs": None}, "damaged"),
         (lambda data: {**data, "costs": {**data["costs"], "full": {"2": 1.0}}}, "costs"),
         (lambda data: {**data, "costs": {**data["costs"], "full": {"1": 1.0, "2": -1.0}}}, "costs"),
+        (lambda data: {**data, "costs": {**data["costs"], "full": {"1": 1.0}}}, "costs"),
         (lambda data: {**data, "costs": {**data["costs"], "slim": "x"}}, "damaged"),
+        (lambda data: {**data, "router": {"margins": {"0.1": 2}}}, "damaged"),
+        (lambda data: {**data, "router": {"max_divergence": 0.1, "margins": {"0.1": "wide"}}}, "wide"),
     ],
-    ids=["cut", "list", "format", "version", "files", "mode", "no mode", "exact", "no costs", "sizes", "cost", "slim"],
+    ids=[
+        "cut",
+        "list",
+        "format",
+        "version",
+        "files",
+        "mode",
+        "no mode",
+        "exact",
+        "no costs",
+        "sizes",
+        "cost",
+        "one size",
+        "slim",
+        "router",
+        "margin",
+    ],
 )
 def test_a_policy_that_cannot_be_relied_on_is_named_and_not_used(change, message, bundle):
     file = policy_file(load_bundle(bundle), this_machine(*HERE))
@@ -223,6 +269,7 @@ def test_costs_of_a_policy_change_no_greedy_text(tiny_bundle_mask_drafter):
     assert len(drafted) == 2
 
 
+CALIBRATED = {"routed, calibrated": {"mode": "routed", "router": "calibrated", "max_divergence": 0.02}}
 TRIED = {
     "plain": {"mode": "plain"},
     "speculative": {"mode": "speculative"},
@@ -231,38 +278,72 @@ TRIED = {
 }
 
 
+@dataclass
+class Runs:
+    """Stands in for runs of a pipeline: what each round was asked, and the figures it is to give, one table a round."""
+
+    tables: list[dict[str, dict[str, Any]]]
+    margins: list[tuple[float, bool]] = field(default_factory=list)
+    labels: list[list[str]] = field(default_factory=list)
+    options: list[dict[str, Any]] = field(default_factory=list)
+    policy: Policy | None = field(default_factory=lambda: Policy({"mode": "plain"}, "plain", {1: 1.0, 2: 1.0}))
+
+    def bench(self, pipeline: Any, prompts: Any, settings: dict[str, Any], **options: Any) -> list[Sample]:
+        assert pipeline is self
+        self.labels.append(list(settings))
+        self.options.append(options)
+        return [Sample(label, 0, 0, [], {}, self.margins) for label in settings]
+
+    def figures(self, samples: list[Sample], prompts: Any) -> dict[str, Any]:
+        return {sample.setting: self.tables[len(self.labels) - 1][sample.setting] for sample in samples}
+
+
+def rounds_of(runs: Runs, tried: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **options: Any) -> calibrate.Rounds:
+    monkeypatch.setattr(calibrate, "run_bench", runs.bench)
+    monkeypatch.setattr(calibrate, "summarise", runs.figures)
+    return calibrate.run_rounds(runs, [], tried, max_new_tokens=99, repeats=3, **options)  # type: ignore[arg-type]
+
+
 def test_the_exact_modes_are_in_the_second_round_and_the_best_of_the_others(monkeypatch):
     """So there is one to fall back on where what is fast proves too far from the full verifier in the longer round."""
     speeds = {f"routed {i}": 200 + i for i in range(4)}
-    tried = {**TRIED, **{label: {**TRIED["routed"], "alpha2": 0.1} for label in speeds}}
+    tried = {**TRIED, **{label: {**TRIED["routed"], "alpha2": 0.1} for label in speeds}, **CALIBRATED}
     near = {"routed 1": 0.01, "routed 2": 0.01, "routed 3": 0.03}  # the fastest is too far already in the first round
     exact = {"plain": figures(100), "speculative": figures(150), "cascade": figures(100)}
     first = {**exact, "routed": figures(90, 0.0), **{x: figures(speeds[x], near.get(x, 0.0)) for x in speeds}}
-    second = {**first, "routed 1": figures(300, 0.05), "routed 2": figures(300, 0.05)}
-    asked: list[list[str]] = []
-
-    def bench(pipeline: Any, prompts: Any, settings: dict[str, Any], **options: Any) -> list[str]:
-        asked.append(list(settings))
-        return asked[-1]
-
-    monkeypatch.setattr(calibrate, "run_bench", bench)
-    tables = (first, second)
-    monkeypatch.setattr(calibrate, "summarise", lambda labels, _: {x: tables[len(asked) - 1][x] for x in labels})
-    _, found = calibrate.run_rounds(None, [], tried, max_divergence=0.02, max_new_tokens=99, repeats=1)
-    assert asked == [["routed", *speeds], ["plain", "speculative", "cascade", "routed 1", "routed 2"]]
-    policy = calibrate.policy_of(tried, found, 0.02, Costs({}, {1: 1.0}, 0.5, None))
+    second = {**first, "routed 2": figures(300, 0.05), "routed, calibrated": figures(250, 0.03)}
+    runs = Runs([first, second], margins=[(float(i), True) for i in range(99)])
+    found = rounds_of(runs, tried, monkeypatch, max_divergence=0.02)
+    assert runs.labels == [
+        ["routed", *speeds],
+        ["plain", "speculative", "cascade", "routed 2", "routed, calibrated"],
+    ]
+    assert (runs.options[0]["keep_margins"], runs.options[0]["max_new_tokens"]) == (True, 48)
+    assert (runs.options[1]["max_new_tokens"], runs.options[1]["repeats"]) == (99, 3)
+    assert found.router is not None
+    assert runs.policy.router == found.router
+    assert found.router.gate(0.02).margin == 0.0
+    policy = calibrate.policy_of(tried, found, 0.02, Costs({}, {1: 1.0, 2: 1.0}, 0.5, None))
     assert (policy.auto, policy.exact) == ({"mode": "speculative"}, "speculative")
-    assert "cascade, the best with it, is 0.67x" in calibrate.slim_verdict(tried, found, 0.02)
+    assert policy.router == found.router
+    assert "cascade, the best with it, is 0.67x" in calibrate.slim_verdict(tried, found.second, 0.02)
+
+
+def test_a_router_that_could_let_nothing_through_is_not_run(monkeypatch):
+    table = {label: figures(100, 0.0) for label in TRIED}
+    runs = Runs([table, table], margins=[(float(i), False) for i in range(99)])
+    found = rounds_of(runs, {**TRIED, **CALIBRATED}, monkeypatch, max_divergence=0.02)
+    assert runs.labels[1] == ["plain", "speculative", "cascade", "routed"]
+    assert found.router is not None
+    assert found.router.margins == {}
 
 
 def test_without_anything_approximate_there_is_one_round(monkeypatch):
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(calibrate, "run_bench", lambda pipeline, prompts, settings, **options: asked.append(options))
-    monkeypatch.setattr(calibrate, "summarise", lambda samples, prompts: {"plain": figures(1)})
+    runs = Runs([{"plain": figures(1), "speculative": figures(1), "cascade": figures(1)}])
     exact = {label: options for label, options in TRIED.items() if label != "routed"}
-    first, _ = calibrate.run_rounds(None, [], exact, max_divergence=None, max_new_tokens=99, repeats=3)
-    assert first == {}
-    assert [(options["max_new_tokens"], options["repeats"]) for options in asked] == [(99, 3)]
+    found = rounds_of(runs, exact, monkeypatch, max_divergence=None)
+    assert (found.first, found.router) == ({}, None)
+    assert [(options["max_new_tokens"], options["repeats"]) for options in runs.options] == [(99, 3)]
 
 
 def test_the_verdict_leaves_out_what_is_too_far_from_the_full_verifier():

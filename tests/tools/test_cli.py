@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from via_sd.masks import Mask, write_mask
+from via_sd.tools.console import progress_bar
 from via_sd.tools.main import app
 
 SCRIPT = Path(sys.executable).with_name("via-sd-export")
@@ -399,10 +400,23 @@ def test_ctrl_c_during_an_export_leaves_nothing(tiny_checkpoint, tiny_masks, tmp
             break
         seen += piece
     os.close(master)
-    assert process.wait() == 130
+    assert process.wait() == 130, seen
     assert b"error: interrupted" in seen.replace(b"\x1b[1;31m", b"").replace(b"\x1b[0m", b"")
     assert b"Traceback" not in seen
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_that_a_library_swallowed_comes_back_with_the_next_report():
+    before = signal.getsignal(signal.SIGINT)
+    with progress_bar() as progress:
+        progress("working", None)
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            pass
+        with pytest.raises(KeyboardInterrupt):
+            progress("working on", 0.5)
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 # -- bench -----------------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def calibrate(
         progress("timing passes", None)
         costs = measure_costs(loaded, verifier, drafter)
         tried = candidates(loaded, max_divergence)
-        first, second = run_rounds(
+        rounds = run_rounds(
             pipeline_by(costs, loaded, verifier, drafter),
             wanted,
             tried,
@@ -77,19 +77,19 @@ def calibrate(
         "prompts": len(wanted),
         "max_new_tokens": max_new_tokens,
         "step_ms": costs.step_ms,
-        "first_round": first,
-        "second_round": second,
+        "first_round": rounds.first,
+        "second_round": rounds.second,
     }
-    policy = policy_of(tried, second, max_divergence, costs)
+    policy = policy_of(tried, rounds, max_divergence, costs)
     facts = policy_json(loaded, machine, policy, measured)
     write_whole(file, json.dumps(facts, indent=1) + "\n")
     if as_json:
         print_json({"policy": str(file), **facts})
         return
     out.print(_times(costs.step_ms))
-    out.print(comparison(second, [label for label, each in tried.items() if not is_exact(each)]))
-    verdict = slim_verdict(tried, second, max_divergence)
-    out.print(f"auto is now [bold]{winner_of(second, max_divergence)}[/] here. {verdict}", highlight=False)
+    out.print(comparison(rounds.second, [label for label, each in tried.items() if not is_exact(each)]))
+    verdict = slim_verdict(tried, rounds.second, max_divergence)
+    out.print(f"auto is now [bold]{winner_of(rounds.second, max_divergence)}[/] here. {verdict}", highlight=False)
     err.print(f"wrote {file}", highlight=False)
 
 

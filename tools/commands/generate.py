@@ -49,12 +49,18 @@ def generate(
     router: Annotated[
         str | None,
         typer.Option(
-            help="Routed: `paper` asks slim first every round, `adaptive` where that pays.", show_default="adaptive"
+            help="Routed: `paper` asks slim first every round, `adaptive` where that pays; `calibrated` too, by what "
+            "`calibrate` found instead of thresholds.",
+            show_default="adaptive",
         ),
     ] = None,
     max_lag: Annotated[int, typer.Option(help="Emitted tokens that may stand unseen by the full verifier.")] = 64,
     max_divergence: Annotated[
-        float | None, typer.Option(help="Routed: tighten the router above this share of differing tokens.")
+        float | None,
+        typer.Option(
+            help="Routed: tighten the router above this share of differing tokens.",
+            show_default="none; calibrate's with --router calibrated",
+        ),
     ] = None,
     threads: Threads = None,
     backend: Backend = ONNXRUNTIME,
