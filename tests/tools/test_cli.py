@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -410,10 +411,8 @@ def test_an_interrupt_that_a_library_swallowed_comes_back_with_the_next_report()
     before = signal.getsignal(signal.SIGINT)
     with progress_bar() as progress:
         progress("working", None)
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        except KeyboardInterrupt:
-            pass
         with pytest.raises(KeyboardInterrupt):
             progress("working on", 0.5)
     assert signal.getsignal(signal.SIGINT) is before
