@@ -18,11 +18,16 @@ class StepCost:
 
     measured: Mapping[int, float]
 
+    @property
+    def per_token(self) -> float:
+        """What one more token costs in a long pass."""
+        first, last = min(self.measured), max(self.measured)
+        return (self.measured[last] - self.measured[first]) / (last - first)
+
     def __call__(self, tokens: int) -> float:
         sizes = sorted(self.measured)
         if tokens > sizes[-1]:
-            slope = (self.measured[sizes[-1]] - self.measured[sizes[0]]) / (sizes[-1] - sizes[0])
-            return self.measured[sizes[-1]] + slope * (tokens - sizes[-1])
+            return self.measured[sizes[-1]] + self.per_token * (tokens - sizes[-1])
         return float(np.interp(tokens, sizes, [self.measured[s] for s in sizes]))
 
 

@@ -104,6 +104,7 @@ def routed(run: Run) -> Generator[None, None, None]:
     audit, choice = _Audit(run), SlimOrFull(run.slim_cost)
     while not run.done:
         before, full_before = len(run.tokens), run.tape.usage[FULL].tokens
+        unseen = before - 1 - run.tape.seen[FULL]
         draft, situation = run.propose()
         length = len(draft.tokens)
         overdue = before - run.tape.seen[FULL] + length + 1 > run.max_lag
@@ -111,7 +112,10 @@ def routed(run: Run) -> Generator[None, None, None]:
         kept = _route_block(run, draft, audit) if slim_first else audit.escalate(draft)
         run.learn(situation, min(kept + 1, length), kept)
         fed = run.tape.usage[FULL].tokens - full_before
-        cost = (run.slim_cost * run.costs(length + 1) if slim_first else 0.0) + (run.costs(fed) if fed else 0.0)
+        # What full has not seen by now it has to read later: that is the cost of this round, not of the later one.
+        cost = run.costs(fed - unseen) if fed else run.costs.per_token * (len(run.tokens) - before)
+        if slim_first:
+            cost += run.slim_cost * run.costs(length + 1)
         choice.learn("slim" if slim_first else "full", len(run.tokens) - before, cost)
         run.settle()
         yield

@@ -13,15 +13,16 @@ class SlimOrFull:
 
     Each way is judged by the tokens per cost its rounds brought. Evidence fades with every round of its kind, and more
     slowly with the others, so that the way not taken drifts back to its prior and is tried again. The priors suppose
-    that slim settles as many tokens per pass as full does.
+    that slim settles as many tokens per pass as full does, and that full is asked again behind a pass in four.
     """
 
-    _MEMORY, _MEMORY_UNUSED = 0.93, 0.98
+    _MEMORY, _MEMORY_UNUSED = 0.97, 0.99
     _PRIOR_COST = 4.0
     _PRIOR_RATE = 1.2  # tokens per pass
+    _PRIOR_ASKED = 0.25
 
     def __init__(self, slim_cost: float) -> None:
-        self._prior = {"slim": self._PRIOR_RATE / slim_cost, "full": self._PRIOR_RATE}
+        self._prior = {"slim": self._PRIOR_RATE / (slim_cost + self._PRIOR_ASKED), "full": self._PRIOR_RATE}
         self._tokens = {"slim": 0.0, "full": 0.0}
         self._cost = {"slim": 0.0, "full": 0.0}
 

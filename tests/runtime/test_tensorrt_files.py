@@ -93,7 +93,7 @@ def test_a_manifest_that_is_gone_or_changed_is_refused(copy):
 
 def test_a_manifest_of_another_version_is_refused(copy):
     edit_engines(copy, lambda manifest: manifest.update(version=99))
-    with pytest.raises(BundleError, match=r"version 99, this release reads via-sd-engines 2; build"):
+    with pytest.raises(BundleError, match=r"version 99, this release reads via-sd-engines 3; build"):
         read(copy)
 
 

@@ -73,7 +73,7 @@ def test_build_prints_what_it_made_and_notes_that_it_was_made_here(bundle):
     (folder / "other.plan").touch()
     refused(invoke(inspect, folder / "other.plan"), "engines.json does not list other.plan")
     (folder / "engines.json").write_text("{}")
-    refused(invoke(inspect, folder), "is None version None, this release reads via-sd-engines 2")
+    refused(invoke(inspect, folder), "is None version None, this release reads via-sd-engines 3")
 
 
 @pytest.mark.parametrize(
