@@ -59,7 +59,7 @@ def test_rounds_are_charged_for_all_passes_and_for_what_full_has_still_to_read(
 
     monkeypatch.setattr(SlimOrFull, "learn", told)
     found = pipeline.generate("abcabc", mode="routed", router=router, alpha2=0.8, raw=True, max_new_tokens=150)
-    assert {"draft", "slim", "full"} == {tier for tier in found.tiers}
+    assert {"draft", "slim", "full"} == set(found.tiers)
     cost = StepCost(COST)
     calls = engine.slots[0].calls[1:]  # behind the prompt
     spent = sum(cost(len(call.tokens)) * (SLIM_COST if call.tier == "slim" else 1.0) for call in calls)
