@@ -24,12 +24,15 @@ from via_sd.tools.step_times import step_times
 
 #: Outer thresholds of the router that are tried (paper Algorithm 2); its own is the first.
 ALPHA2 = (0.3, 0.5, 0.7, 0.9)
+SPECULATIVE = "speculative"
 #: The label of the router that is calibrated on the first round.
 CALIBRATED = "routed, calibrated"
 #: Tokens of each answer in the first round.
 FIRST_ROUND_TOKENS = 48
 #: What a candidate has to gain over a simpler one to be preferred.
 MARGIN = 1.02
+#: Slim passes per token below which a mode with three tiers is one with two, and faster or slower by chance.
+LEAST_SLIM = 0.05
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def pipeline_by(costs: Costs, bundle: Bundle, verifier: Engine, drafter: Engine 
 
 def candidates(bundle: Bundle, max_divergence: float | None) -> dict[str, dict[str, Any]]:
     """Label -> options of everything `auto` could be, simplest first; `routed` only if some divergence is allowed."""
-    found: dict[str, dict[str, Any]] = {PLAIN: {"mode": PLAIN}, "speculative": {"mode": "speculative"}}
+    found: dict[str, dict[str, Any]] = {PLAIN: {"mode": PLAIN}, SPECULATIVE: {"mode": SPECULATIVE}}
     if bundle.slim is None:
         return found
     found["cascade"] = {"mode": "cascade"}
@@ -142,10 +145,13 @@ def is_exact(options: Mapping[str, Any]) -> bool:
 
 
 def winner_of(figures: Mapping[str, Mapping[str, Any]], max_divergence: float | None) -> str:
-    """The last label that keeps to `max_divergence` and beats all such before it by `MARGIN`."""
+    """The last label that keeps to `max_divergence` and beats all such before it by `MARGIN`; those with three tiers
+    only if they use them (`LEAST_SLIM`).
+    """
     winner, best = PLAIN, 0.0
     for label, each in figures.items():
-        if not _keeps_to(each, max_divergence):
+        idle = label not in (PLAIN, SPECULATIVE) and not _uses_slim(each)
+        if idle or not _keeps_to(each, max_divergence):
             continue
         if _speed(each) > MARGIN * best:
             winner = label
@@ -181,13 +187,19 @@ def slim_verdict(
         return "The bundle has no slim-verifier."
     if winner_of(figures, max_divergence) in with_slim:
         return "The slim tier pays here."
+    if not any(_uses_slim(figures[label]) for label in with_slim):
+        return "The slim tier does not pay here: the modes that have it leave it out."
     best = max(with_slim, key=lambda label: _speed(figures[label]))
-    ratio = _speed(figures[best]) / _speed(figures["speculative"])
+    ratio = _speed(figures[best]) / _speed(figures[SPECULATIVE])
     return f"The slim tier does not pay here: {best}, the best with it, is {ratio:.2f}x of speculative."
 
 
 def _speed(figures: Mapping[str, Any]) -> float:
     return float(figures["all"]["tokens_per_s"]["median"])
+
+
+def _uses_slim(figures: Mapping[str, Any]) -> bool:
+    return float(figures["all"]["slim_calls_per_token"]) >= LEAST_SLIM
 
 
 def _keeps_to(figures: Mapping[str, Any], max_divergence: float | None) -> bool:

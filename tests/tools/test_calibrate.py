@@ -221,8 +221,8 @@ def test_without_a_slim_verifier_or_a_limit_there_is_less_to_try(tiny_bundle_mod
     assert costs.draft == costs.step_ms["drafter"][1] / costs.step_ms["full"][1]
 
 
-def figures(speed: float, divergence: float | None = None) -> dict[str, Any]:
-    return {"all": {"tokens_per_s": {"median": speed}, "divergence": divergence}}
+def figures(speed: float, divergence: float | None = None, slim: float = 0.4) -> dict[str, Any]:
+    return {"all": {"tokens_per_s": {"median": speed}, "divergence": divergence, "slim_calls_per_token": slim}}
 
 
 @pytest.mark.parametrize(
@@ -236,6 +236,8 @@ def figures(speed: float, divergence: float | None = None) -> dict[str, Any]:
         ({"plain": 100, "speculative": 150, "cascade": 160}, None, "cascade"),
         ({"plain": 100, "speculative": 150, "routed": (200, 0.05)}, 0.04, "speculative"),
         ({"plain": 100, "speculative": 150, "routed": (200, 0.05)}, 0.05, "routed"),
+        ({"plain": 100, "speculative": 150, "cascade": (160, None, 0.04)}, 0.05, "speculative"),
+        ({"plain": 100, "speculative": 150, "routed": (160, 0.0, 0.01)}, 0.05, "speculative"),
     ],
 )
 def test_the_winner_is_the_fastest_that_keeps_to_the_limit_and_beats_the_simpler_ones(measured, limit, wanted):
@@ -351,3 +353,10 @@ def test_the_verdict_leaves_out_what_is_too_far_from_the_full_verifier():
     assert "cascade, the best with it, is 0.80x of speculative" in calibrate.slim_verdict(TRIED, table, 0.02)
     assert calibrate.slim_verdict(TRIED, table, 0.05) == "The slim tier pays here."
     assert calibrate.slim_verdict(TRIED, {"plain": figures(1), "speculative": figures(2)}, 0.05).endswith("verifier.")
+
+
+def test_the_verdict_names_a_slim_tier_that_its_modes_leave_out():
+    table = {"plain": figures(100), "speculative": figures(150), "cascade": figures(160, slim=0.01)}
+    assert calibrate.slim_verdict(TRIED, table, None).endswith(
+        "does not pay here: the modes that have it leave it out."
+    )
