@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from via_sd.runtime.stats import JudgedMargin
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -41,8 +43,7 @@ class Completion:
         stats: counts and times, see DESIGN section 11.
         seed: the random stream's key; the same seed gives the same output.
         logprobs: per emitted token, if asked for.
-        margins: with `keep_margins`, of every token that `routed` asked slim for and full then judged: slim's margin
-            (see `Row.margin`), and whether full's likeliest token was slim's too.
+        margins: with `keep_margins`, every token that `routed` asked slim for and full then judged.
     """
 
     text: str
@@ -53,7 +54,7 @@ class Completion:
     stats: dict[str, Any]
     seed: int
     logprobs: list[TokenLogprobs] | None = field(default=None)
-    margins: list[tuple[float, bool]] = field(default_factory=list)
+    margins: list[JudgedMargin] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = {

@@ -44,7 +44,7 @@ class GenerationConfig:
         max_divergence: share of tokens that may differ from the full verifier's choice before the router tightens;
             with `calibrated` the limit of the calibration, if None.
         audit_tail: let the full verifier judge what is left at the end, so that the divergence covers every token.
-        keep_margins: keep what `Completion.margins` describes.
+        keep_margins: keep `Completion.margins`.
 
     Raises:
         RequestError: a value outside its range.

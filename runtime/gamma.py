@@ -22,7 +22,7 @@ class StepCost:
     def per_token(self) -> float:
         """What one more token costs in a long pass."""
         first, last = min(self.measured), max(self.measured)
-        return (self.measured[last] - self.measured[first]) / (last - first)
+        return max(0.0, self.measured[last] - self.measured[first]) / (last - first)
 
     def __call__(self, tokens: int) -> float:
         sizes = sorted(self.measured)

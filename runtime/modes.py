@@ -19,6 +19,7 @@ from via_sd.runtime.router import Route
 from via_sd.runtime.rows import Row
 from via_sd.runtime.run import Item, Run
 from via_sd.runtime.sampling import Purpose
+from via_sd.runtime.stats import JudgedMargin
 
 Mode = Callable[[Run], Generator[None, None, None]]
 
@@ -108,7 +109,8 @@ def routed(run: Run) -> Generator[None, None, None]:
         draft, situation = run.propose()
         length = len(draft.tokens)
         overdue = before - run.tape.seen[FULL] + length + 1 > run.max_lag
-        slim_first = not overdue and (run.slim_always_first or choice.slim_first())
+        open_to_slim = not overdue and not run.router.shut
+        slim_first = open_to_slim and (run.slim_always_first or choice.slim_first())
         kept = _route_block(run, draft, audit) if slim_first else audit.escalate(draft)
         run.learn(situation, min(kept + 1, length), kept)
         fed = run.tape.usage[FULL].tokens - full_before
@@ -153,7 +155,7 @@ class _Audit:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._laws: list[np.ndarray] = []  # slim's laws of the tokens it let through (temperature > 0)
-        self._margins: list[tuple[float, int]] = []  # slim's margins and best tokens, where full has not been
+        self._noted: list[tuple[int, float, int]] = []  # where full has not been: position, slim's margin and best
 
     def let_through(self, item: Item, row: Row) -> bool:
         """Emit a token on slim's word."""
@@ -185,15 +187,15 @@ class _Audit:
 
     def _note(self, row: Row) -> None:
         if self._run.keep_margins:
-            self._margins.append((row.margin, row.best))
+            self._noted.append((self._run.stats.emitted_tokens, row.margin, row.best))
 
     def _compare(self, rows: Sequence[Row], count: int) -> None:
         """Compare `count` of full's `rows` with the last emitted tokens: argmax, or the overlap of the laws."""
         run = self._run
         # Where the router escalated, there is one more of slim's rows than tokens that stand on its word.
-        noted = zip(self._margins, rows, strict=False)
-        run.stats.margins += [(margin, row.best == best) for (margin, best), row in noted]
-        self._margins.clear()
+        for (position, margin, token), row in zip(self._noted, rows, strict=False):
+            run.stats.margins.append(JudgedMargin(position, margin, row.best == token))
+        self._noted.clear()
         rows = rows[:count]
         before, audited = run.tokens[: len(run.tokens) - count], run.tokens[len(run.tokens) - count :]
         if run.processor.params.greedy:

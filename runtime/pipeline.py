@@ -229,10 +229,14 @@ class Pipeline:
         if config.mode == AUTO:
             meant: Mapping[str, Any] = {"mode": "speculative"}
             if self.policy is not None:
-                meant = self.policy.options_for(config.temperature, config.max_divergence)
+                as_measured = config.temperature == 0 and config.repetition_penalty == 1
+                meant = self.policy.options_for(config.max_divergence, as_measured=as_measured)
             open_ = {name: value for name, value in meant.items() if name == "mode" or getattr(config, name) is None}
+            # Thresholds and the calibrated router exclude each other, and the request's wins.
             if (config.alpha1, config.alpha2) != (None, None) and open_.get("router") == CALIBRATED:
-                del open_["router"]  # the request has thresholds of its own
+                del open_["router"]
+            if config.router == CALIBRATED:
+                open_ = {name: value for name, value in open_.items() if name not in ("alpha1", "alpha2")}
             config = replace(config, **open_)
         if config.mode in ("cascade", "routed") and self.bundle.slim is None:
             raise RequestError(
@@ -251,10 +255,12 @@ class Pipeline:
 
     def router(self, config: GenerationConfig) -> Router:
         """The router for a resolved `config`."""
-        calibrated = self.policy.router if self.policy and config.router == CALIBRATED else None
-        if calibrated is None or config.max_divergence is None:
+        if config.mode != "routed" or config.router != CALIBRATED:
             return config.gates()
-        return calibrated.gate(config.max_divergence)
+        assert self.policy is not None
+        assert self.policy.router is not None
+        assert config.max_divergence is not None
+        return self.policy.router.gate(config.max_divergence)
 
     # -- what a stream takes from here ---------------------------------------------------------------------------------
 

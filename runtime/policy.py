@@ -71,16 +71,18 @@ class Policy:
     def __post_init__(self) -> None:
         if self.auto["mode"] not in MODES or self.exact not in EXACT_MODES:
             raise ValueError(f"modes {self.auto['mode']!r} and {self.exact!r}")
+        if self.auto.get("router") == "calibrated" and self.router is None:
+            raise ValueError("auto goes by a calibrated router, and there is none")
         costs = [*self.full_cost.values(), self.slim_cost or 1.0, self.draft_cost or 1.0]
         if 1 not in self.full_cost or len(self.full_cost) < 2 or not all(0 < cost < float("inf") for cost in costs):
             raise ValueError("costs that are none")
 
-    def options_for(self, temperature: float, max_divergence: float | None) -> Mapping[str, Any]:
-        """What `auto` means for a request: the measured mode, unless it is approximate where that was not measured
-        (it was for greedy text) or further from the full verifier than the request allows.
+    def options_for(self, max_divergence: float | None, *, as_measured: bool) -> Mapping[str, Any]:
+        """What `auto` means for a request: the measured mode, unless it is approximate and the request is not
+        `as_measured` (greedy, without a penalty) or allows less divergence than was allowed.
         """
         limit = self.auto.get("max_divergence")
-        fits = temperature == 0 and (max_divergence is None or (limit is not None and limit <= max_divergence))
+        fits = as_measured and (max_divergence is None or (limit is not None and limit <= max_divergence))
         return self.auto if self.auto["mode"] in EXACT_MODES or fits else {"mode": self.exact}
 
 
@@ -132,7 +134,7 @@ def read_policy(file: Path, bundle: Bundle, backend: str) -> Policy:
             raise ValueError("it was measured with other files than the bundle has now")
         costs = data["costs"]
         full = {int(tokens): float(cost) for tokens, cost in costs["full"].items()}
-        router = _router(data["router"])
+        router = _router(data.get("router"))
         return Policy(dict(data["auto"]), data["exact"], full, costs["slim"], costs["draft"], router)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error) if isinstance(error, (OSError, ValueError)) else f"it is damaged: {error!r}"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from via_sd.runtime.errors import RequestError
 from via_sd.runtime.rows import Row
@@ -22,6 +22,11 @@ class Route(Enum):
 
 class Router(Protocol):
     """Decides from slim's rows alone. `tightening`, 1 and less, asks for more certainty the smaller it is."""
+
+    @property
+    def shut(self) -> bool:
+        """Whether nothing can stand on slim's word, so that it need not be asked."""
+        ...
 
     def route(self, row: Row, token: int, tightening: float = 1.0) -> Route:
         """Decide for the drafted `token` after slim's `row`."""
@@ -43,6 +48,7 @@ class Gates:
 
     alpha1: float = 0.5
     alpha2: float = 0.3
+    shut: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in ("alpha1", "alpha2"):
@@ -73,6 +79,11 @@ class MarginGate:
 
     margin: float
 
+    @property
+    def shut(self) -> bool:
+        """See `Router.shut`."""
+        return self.margin == math.inf
+
     def route(self, row: Row, token: int, tightening: float = 1.0) -> Route:
         """See `Router.route`."""
         if not self.is_sure(row, tightening):
@@ -96,6 +107,11 @@ class CalibratedRouter:
     max_divergence: float
     margins: Mapping[float, float]
 
+    def __post_init__(self) -> None:
+        shares = (self.max_divergence, *self.margins)
+        if not all(0 <= share <= 1 for share in shares) or not all(map(math.isfinite, self.margins.values())):
+            raise ValueError("a router of shares or margins that are none")
+
     def gate(self, max_divergence: float) -> MarginGate:
         """The gate for the largest share measured that is within `max_divergence`; shut where there is none."""
         within = [share for share in self.margins if share <= max_divergence]
@@ -106,7 +122,7 @@ class DivergenceGuard:
     """Tightens the gates of one sequence when its audit finds more divergence than the user allows, and loosens again.
 
     The rate is an average over roughly the last `memory` audited tokens. Each block that finds it above the limit
-    halves both thresholds; each that finds it below doubles them, up to what they were.
+    halves `tightening`; each that finds it below doubles it, up to 1.
     """
 
     def __init__(self, limit: float | None, memory: int = 64) -> None:

@@ -9,6 +9,21 @@ from typing import Any
 TIERS = ("draft", "slim", "full")
 
 
+@dataclass(frozen=True)
+class JudgedMargin:
+    """A token `routed` asked slim for, and what full thought there.
+
+    Attributes:
+        position: tokens of the answer before it.
+        margin: slim's, see `Row.margin`.
+        agreed: whether full's likeliest token was slim's too.
+    """
+
+    position: int
+    margin: float
+    agreed: bool
+
+
 @dataclass
 class Stats:
     """Counts and times of one generation; times in seconds, `to_json` gives milliseconds.
@@ -32,7 +47,7 @@ class Stats:
     disagreement: float = 0.0
     audited: int = 0
     reused_prefix: int = 0
-    margins: list[tuple[float, bool]] = field(default_factory=list)
+    margins: list[JudgedMargin] = field(default_factory=list)
     judged_at: list[int] = field(default_factory=list)
     kept_at: list[int] = field(default_factory=list)
     tier_counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))

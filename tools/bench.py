@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from via_sd.runtime import GenerationConfig, Pipeline
+from via_sd.runtime.stats import JudgedMargin
 from via_sd.tools.console import CommandError
 from via_sd.tools.prompts import Prompt
 
@@ -29,7 +30,7 @@ class Sample:
     repeat: int
     token_ids: list[int]
     stats: dict[str, Any]
-    margins: list[tuple[float, bool]]
+    margins: list[JudgedMargin]
 
 
 def run_bench(

@@ -18,7 +18,7 @@ from via_sd.runtime.engine import FULL, Engine
 from via_sd.runtime.policy import Policy
 from via_sd.runtime.router import CalibratedRouter
 from via_sd.tools.bench import PLAIN, Sample, run_bench, summarise
-from via_sd.tools.margins import calibrate_router
+from via_sd.tools.margins import calibrate_router, judged_once
 from via_sd.tools.prompts import Prompt
 from via_sd.tools.step_times import step_times
 
@@ -30,7 +30,7 @@ CALIBRATED = "routed, calibrated"
 #: Tokens of each answer in the first round.
 FIRST_ROUND_TOKENS = 48
 #: What a candidate has to gain over a simpler one to be preferred.
-MARGIN = 1.02
+LEAST_GAIN = 1.02
 #: Slim passes per token below which a mode with three tiers is one with two, and faster or slower by chance.
 LEAST_SLIM = 0.05
 
@@ -131,8 +131,8 @@ def run_rounds(
         first = summarise(samples, prompts)
         fitting = [label for label in gates if _keeps_to(first[label], max_divergence)]
         finalists += sorted(fitting, key=lambda label: -_speed(first[label]))[:1]
-        router = calibrate_router((each for sample in samples for each in sample.margins), max_divergence)
-        if router.gate(max_divergence).margin < math.inf:
+        router = calibrate_router(judged_once(samples), max_divergence)
+        if not router.gate(max_divergence).shut:
             finalists.append(CALIBRATED)
             assert pipeline.policy is not None
             pipeline.policy = replace(pipeline.policy, router=router)
@@ -145,15 +145,15 @@ def is_exact(options: Mapping[str, Any]) -> bool:
 
 
 def winner_of(figures: Mapping[str, Mapping[str, Any]], max_divergence: float | None) -> str:
-    """The last label that keeps to `max_divergence` and beats all such before it by `MARGIN`; those with three tiers
-    only if they use them (`LEAST_SLIM`).
+    """The last label that keeps to `max_divergence` and beats all such before it by `LEAST_GAIN`; a mode with
+    slim counts only if it makes at least `LEAST_SLIM` slim passes a token.
     """
     winner, best = PLAIN, 0.0
     for label, each in figures.items():
         idle = label not in (PLAIN, SPECULATIVE) and not _uses_slim(each)
         if idle or not _keeps_to(each, max_divergence):
             continue
-        if _speed(each) > MARGIN * best:
+        if _speed(each) > LEAST_GAIN * best:
             winner = label
         best = max(best, _speed(each))
     return winner
@@ -187,9 +187,10 @@ def slim_verdict(
         return "The bundle has no slim-verifier."
     if winner_of(figures, max_divergence) in with_slim:
         return "The slim tier pays here."
-    if not any(_uses_slim(figures[label]) for label in with_slim):
+    using = [label for label in with_slim if _uses_slim(figures[label])]
+    if not using:
         return "The slim tier does not pay here: the modes that have it leave it out."
-    best = max(with_slim, key=lambda label: _speed(figures[label]))
+    best = max(using, key=lambda label: _speed(figures[label]))
     ratio = _speed(figures[best]) / _speed(figures[SPECULATIVE])
     return f"The slim tier does not pay here: {best}, the best with it, is {ratio:.2f}x of speculative."
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -261,7 +262,8 @@ def test_margins_are_slims_wherever_it_was_asked_and_say_what_full_thought(
                 laws(tier, tuple(tokens[max(0, at - 4) : at]), digest_of(tokens[:at])) for tier in ("full", "slim")
             )
             second, first = np.sort(slim)[-2:]
-            wanted.append((pytest.approx(first - second), full.argmax() == slim.argmax()))
-        assert found.margins == wanted
-        agreed += [same for _, same in found.margins]
+            position = at - len(tokens) + len(found.token_ids)
+            wanted.append((position, pytest.approx(first - second), full.argmax() == slim.argmax()))
+        assert [astuple(each) for each in found.margins] == wanted
+        agreed += [each.agreed for each in found.margins]
     assert 20 < sum(agreed) < len(agreed) - 20

@@ -1,4 +1,4 @@
-"""Whether slim earns its passes: what a round is charged, and that the way that pays is the one that is gone."""
+"""Whether slim earns its passes: what a round is charged, and that the way that pays is the one taken."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ COST = {1: 1.0, 16: 1.0 + 15 * SLOPE}
 
 @pytest.mark.parametrize("slim_cost", [0.3, 0.66, 0.9])
 @pytest.mark.parametrize(("slim", "full"), [(2.0, 1.0), (1.0, 2.0), (1.0, 1.3), (1.3, 1.0)])
-def test_the_way_that_brings_more_tokens_for_its_cost_is_gone_most_of_the_time(
+def test_the_way_that_brings_more_tokens_for_its_cost_is_taken_most_of_the_time(
     slim: float, full: float, slim_cost: float
 ) -> None:
     """`slim` and `full`: tokens per cost of the rounds of each way."""
     choice = SlimOrFull(slim_cost)
-    gone = []
+    taken = []
     for _ in range(400):
         way = "slim" if choice.slim_first() else "full"
-        gone.append(way)
+        taken.append(way)
         choice.learn(way, 2, 2 / (slim if way == "slim" else full))
-    late = gone[200:].count("slim") / 200
+    late = taken[200:].count("slim") / 200
     assert late > 0.9 if slim > full else late < 0.1
 
 

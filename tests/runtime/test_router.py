@@ -102,7 +102,10 @@ def test_the_wider_the_calibrated_margin_the_less_stands_on_slims_word(tmp_path:
             apart += stats["divergence"]["disagreed"]
         return unseen, apart / max(1, unseen)
 
-    shut, narrow, loose = counts(0.0), counts(0.01), counts(0.5)
+    pipeline.verifier.slots.clear()
+    shut = counts(0.0)
+    assert {call.tier for slot in pipeline.verifier.slots for call in slot.calls} == {"full"}, "slim was asked in vain"
+    narrow, loose = counts(0.01), counts(0.5)
     assert shut == (0, 0.0)
     assert 0 < narrow[0] < loose[0]
     assert narrow[1] < loose[1]

@@ -15,6 +15,7 @@ from via_sd.runtime import BundleError, GenerationConfig, Pipeline, load_bundle
 from via_sd.runtime.backends import open_engines
 from via_sd.runtime.policy import Policy, measured_files, policy_file, read_policy, this_machine
 from via_sd.runtime.router import Gates, MarginGate
+from via_sd.runtime.stats import JudgedMargin
 from via_sd.tools import calibrate
 from via_sd.tools.bench import Sample
 from via_sd.tools.calibrate import Costs, candidates, measure_costs, winner_of
@@ -115,6 +116,9 @@ def test_the_calibrated_router_goes_with_auto_until_a_request_has_thresholds(bun
     assert isinstance(pipeline.router(pipeline.resolve(GenerationConfig())), MarginGate)
     said = pipeline.resolve(GenerationConfig(alpha2=0.9))
     assert pipeline.router(said) == Gates(alpha2=0.9)
+    set_auto(bundle, "routed", alpha2=0.9, max_divergence=0.5)
+    asked = Pipeline.load(bundle, threads=1).resolve(GenerationConfig(router="calibrated"))
+    assert (asked.router, asked.alpha2, asked.max_divergence) == ("calibrated", None, 0.5)
     assert pipeline.generate("x", **REQUEST).stats["mode"] == "routed"
     chosen = CliRunner().invoke(
         app,
@@ -138,6 +142,7 @@ def test_the_calibrated_router_goes_with_auto_until_a_request_has_thresholds(bun
         ({"max_divergence": 0.4}, "cascade"),
         ({"max_divergence": 0.0}, "cascade"),
         ({"temperature": 0.7}, "cascade"),
+        ({"repetition_penalty": 1.1}, "cascade"),
     ],
     ids=str,
 )
@@ -173,6 +178,8 @@ def test_the_policy_s_mode_gives_the_text_that_mode_gives(bundle):
         (lambda data: {**data, "costs": {**data["costs"], "full": {"1": 1.0}}}, "costs"),
         (lambda data: {**data, "costs": {**data["costs"], "slim": "x"}}, "damaged"),
         (lambda data: {**data, "router": {"margins": {"0.1": 2}}}, "damaged"),
+        (lambda data: {**data, "router": {"max_divergence": 7, "margins": {}}}, "shares"),
+        (lambda data: {**data, "router": None, "auto": {"mode": "routed", "router": "calibrated"}}, "there is none"),
         (lambda data: {**data, "router": {"max_divergence": 0.1, "margins": {"0.1": "wide"}}}, "wide"),
     ],
     ids=[
@@ -190,6 +197,8 @@ def test_the_policy_s_mode_gives_the_text_that_mode_gives(bundle):
         "one size",
         "slim",
         "router",
+        "share",
+        "no router",
         "margin",
     ],
 )
@@ -285,7 +294,7 @@ class Runs:
     """Stands in for runs of a pipeline: what each round was asked, and the figures it is to give, one table a round."""
 
     tables: list[dict[str, dict[str, Any]]]
-    margins: list[tuple[float, bool]] = field(default_factory=list)
+    margins: list[JudgedMargin] = field(default_factory=list)
     labels: list[list[str]] = field(default_factory=list)
     options: list[dict[str, Any]] = field(default_factory=list)
     policy: Policy | None = field(default_factory=lambda: Policy({"mode": "plain"}, "plain", {1: 1.0, 2: 1.0}))
@@ -294,7 +303,7 @@ class Runs:
         assert pipeline is self
         self.labels.append(list(settings))
         self.options.append(options)
-        return [Sample(label, 0, 0, [], {}, self.margins) for label in settings]
+        return [Sample(label, 0, 0, list(range(99)), {}, self.margins) for label in settings]
 
     def figures(self, samples: list[Sample], prompts: Any) -> dict[str, Any]:
         return {sample.setting: self.tables[len(self.labels) - 1][sample.setting] for sample in samples}
@@ -314,7 +323,7 @@ def test_the_exact_modes_are_in_the_second_round_and_the_best_of_the_others(monk
     exact = {"plain": figures(100), "speculative": figures(150), "cascade": figures(100)}
     first = {**exact, "routed": figures(90, 0.0), **{x: figures(speeds[x], near.get(x, 0.0)) for x in speeds}}
     second = {**first, "routed 2": figures(300, 0.05), "routed, calibrated": figures(250, 0.03)}
-    runs = Runs([first, second], margins=[(float(i), True) for i in range(99)])
+    runs = Runs([first, second], margins=[JudgedMargin(i, float(i), True) for i in range(99)])
     found = rounds_of(runs, tried, monkeypatch, max_divergence=0.02)
     assert runs.labels == [
         ["routed", *speeds],
@@ -325,6 +334,7 @@ def test_the_exact_modes_are_in_the_second_round_and_the_best_of_the_others(monk
     assert found.router is not None
     assert runs.policy.router == found.router
     assert found.router.gate(0.02).margin == 0.0
+    assert found.router.gate(0.009).shut, "99 tokens, though five settings told of each"
     policy = calibrate.policy_of(tried, found, 0.02, Costs({}, {1: 1.0, 2: 1.0}, 0.5, None))
     assert (policy.auto, policy.exact) == ({"mode": "speculative"}, "speculative")
     assert policy.router == found.router
@@ -333,7 +343,7 @@ def test_the_exact_modes_are_in_the_second_round_and_the_best_of_the_others(monk
 
 def test_a_router_that_could_let_nothing_through_is_not_run(monkeypatch):
     table = {label: figures(100, 0.0) for label in TRIED}
-    runs = Runs([table, table], margins=[(float(i), False) for i in range(99)])
+    runs = Runs([table, table], margins=[JudgedMargin(i, float(i), False) for i in range(99)])
     found = rounds_of(runs, {**TRIED, **CALIBRATED}, monkeypatch, max_divergence=0.02)
     assert runs.labels[1] == ["plain", "speculative", "cascade", "routed"]
     assert found.router is not None
@@ -357,6 +367,9 @@ def test_the_verdict_leaves_out_what_is_too_far_from_the_full_verifier():
 
 def test_the_verdict_names_a_slim_tier_that_its_modes_leave_out():
     table = {"plain": figures(100), "speculative": figures(150), "cascade": figures(160, slim=0.01)}
+    table |= {"routed": figures(100, 0.0)}
+    assert calibrate.slim_verdict(TRIED, table, 0.05).endswith("routed, the best with it, is 0.67x of speculative.")
+    del table["routed"]
     assert calibrate.slim_verdict(TRIED, table, None).endswith(
         "does not pay here: the modes that have it leave it out."
     )

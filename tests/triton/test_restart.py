@@ -133,9 +133,12 @@ def test_a_configuration_that_was_edited_wrongly_says_so_when_the_model_loads(bu
     edits = {
         "backend": ("onnxruntime", "warp", "backend 'warp' is not known"),
         "default": ("0.5", "5", "max_divergence is 5.0, wanted 0 to 1"),
+        "router": ("paper", "calibrated", "router calibrated needs a calibration"),
         "number": ("4", "four", "parameter slots is 'four', wanted a whole number"),
     }
-    options = ServingOptions(threads=1, backend="onnxruntime", defaults={"max_divergence": "0.5"})
+    options = ServingOptions(
+        threads=1, backend="onnxruntime", defaults={"mode": "routed", "router": "paper", "max_divergence": "0.5"}
+    )
     for name, (old, new, _) in edits.items():
         config = write_repository(bundle, tmp_path, name=name, options=options, copy=False) / "config.pbtxt"
         text = config.read_text(encoding="utf-8")

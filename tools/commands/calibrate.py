@@ -90,6 +90,12 @@ def calibrate(
     out.print(comparison(rounds.second, [label for label, each in tried.items() if not is_exact(each)]))
     verdict = slim_verdict(tried, rounds.second, max_divergence)
     out.print(f"auto is now [bold]{winner_of(rounds.second, max_divergence)}[/] here. {verdict}", highlight=False)
+    if rounds.router is not None and max_divergence is not None and rounds.router.gate(max_divergence).shut:
+        err.print(
+            f"the router could not be calibrated for a divergence of {max_divergence:g}: slim and full differed too "
+            "often, or too few tokens were judged; more prompts may help",
+            highlight=False,
+        )
     err.print(f"wrote {file}", highlight=False)
 
 

@@ -39,7 +39,7 @@ class TritonPythonModel:
             request_timeout=parameters.seconds("request_timeout"),
         )
         self._pipeline = _load_pipeline(folder / parameters.text("bundle", "bundle"), parameters, limits)
-        self._defaults = _defaults(parameters, self._pipeline.eos_token_ids)
+        self._defaults = _defaults(parameters, self._pipeline)
         self._courier = Courier(_meter(args, limits), pb_utils.Logger.log_error)
         self._scheduler = Scheduler(self._courier, limits, workers=parameters.integer("workers", 1))
         self._courier.start(self._scheduler.cancel, lambda: self._scheduler.load)
@@ -143,17 +143,17 @@ def _load_pipeline(folder: Path, parameters: _Parameters, limits: Limits) -> Any
     return Pipeline(bundle, verifier, drafter, **slots)
 
 
-def _defaults(parameters: _Parameters, eos_token_ids: frozenset[int]) -> Defaults:
+def _defaults(parameters: _Parameters, pipeline: Any) -> Defaults:
     """What requests leave out, tried on the runtime so that a bad value shows when the model loads."""
     from via_sd.runtime import GenerationConfig, RequestError
 
     texts = {name: text for name in DEFAULTS if (text := parameters.text(name, None)) is not None}
     try:
         options: dict[str, Any] = {name: parse_default(name, text) for name, text in texts.items()}
-        GenerationConfig(**{RUNTIME_NAMES.get(name, name): value for name, value in options.items()})
+        pipeline.resolve(GenerationConfig(**{RUNTIME_NAMES.get(name, name): value for name, value in options.items()}))
     except (ValueError, RequestError) as error:
         raise pb_utils.TritonModelException(f"a parameter of the model's configuration is wrong: {error}") from None
-    return Defaults(parameters.flag("apply_chat_template"), options, eos_token_ids)
+    return Defaults(parameters.flag("apply_chat_template"), options, pipeline.eos_token_ids)
 
 
 def _infer(model: str, inputs: Mapping[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
