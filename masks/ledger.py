@@ -134,7 +134,7 @@ class Ledger:
             record = self._recorded[len(self.records)]
             if (record.skipped, record.kind) != (skipped, kind):
                 raise MaskError(
-                    f"evaluation {len(self.records)} of the unfinished search is {record.kind} {record.skipped}, this "
+                    f"evaluation {len(self.records)} of the search is {record.kind} {record.skipped}, this "
                     f"search asks for {kind} {skipped}: another release made it; start again without --resume"
                 )
             return record
@@ -218,6 +218,5 @@ def _check_header(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> 
                     if old.get(key) != new.get(key)
                 ]
             raise MaskError(
-                f"the unfinished search in {path} cannot be continued: {'; '.join(differing)}; use the same options, "
-                "or delete it"
+                f"the search in {path} cannot be continued: {'; '.join(differing)}; use the same options, or delete it"
             )

@@ -19,7 +19,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from via_sd.masks import Mask, write_mask
-from via_sd.tools.console import progress_bar
+from via_sd.runtime import Chunk
+from via_sd.tools.console import out, progress_bar
 from via_sd.tools.main import app
 
 SCRIPT = Path(sys.executable).with_name("via-sd-export")
@@ -416,6 +417,17 @@ def test_an_interrupt_that_a_library_swallowed_comes_back_with_the_next_report()
         with pytest.raises(KeyboardInterrupt):
             progress("working on", 0.5)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_during_a_text_ends_its_line(tiny_bundle, monkeypatch):
+    def show(chunk: Chunk) -> None:
+        out.print("text", end="")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("via_sd.tools.commands.generate.show", show)
+    result = invoke("generate", tiny_bundle, "--prompt", "abc", "--raw")
+    assert (result.exit_code, result.stdout) == (130, "text\n")
+    assert "error: interrupted" in result.stderr
 
 
 # -- bench -----------------------------------------------------------------------------------------------------------

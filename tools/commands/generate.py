@@ -94,9 +94,11 @@ def generate(
         print_json(pipeline.generate(prompt, config).to_json(), ensure_ascii=False)
         return
     stream = pipeline.stream(prompt, config)
-    for chunk in stream:
-        show(chunk)
-    out.print()
+    try:
+        for chunk in stream:
+            show(chunk)
+    finally:  # whatever ends the text, what is said next begins a line
+        out.print()
     err.print(summary(stream.completion), highlight=False)
     done = stream.completion
     if done.finish_reason == "length" and len(done.token_ids) < max_new_tokens:
