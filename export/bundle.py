@@ -20,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 import xxhash
 
-from via_sd.export.check import CheckResult, Reference, check_logits, reference_logits
+from via_sd.export.check import Reference, check_logits, reference_logits, source_logits
 from via_sd.export.errors import ExportError, UnsupportedModelError
 from via_sd.export.frontend import Checkpoint, open_checkpoint
 from via_sd.export.input_energy import add_energy_outputs, input_energy
@@ -58,7 +58,7 @@ class _Decoder:
     """One exported decoder: what the manifest says of it, and how the self-check went."""
 
     manifest: dict[str, Any]
-    check: CheckResult | None
+    check: dict[str, Any] | None
 
 
 def export_bundle(
@@ -68,7 +68,7 @@ def export_bundle(
     masks: Sequence[Mask | str | Path] = (),
     mask_format: MaskFormat | None = None,
     drafter: str = "ngram",
-    precision: str = "fp32",
+    precision: str | None = None,
     max_seq_len: int | None = None,
     check: bool = True,
     progress: Progress = lambda *_: None,
@@ -76,14 +76,17 @@ def export_bundle(
     """Export `verifier` and its tiers to the bundle directory `out`.
 
     Args:
-        verifier: Hugging Face directory, hub id or GGUF file.
+        verifier: Hugging Face directory, hub id, GGUF file, or directory with an ONNX decoder of the ONNX Runtime GenAI
+            model builder.
         out: directory to create; it appears when everything in it is complete.
         masks: masks or mask files; the first is the slim-verifier.
         mask_format: what a bare array in a mask file means.
         drafter: `ngram`, `mask:FILE` (a deeper mask of the verifier), or another model with the same vocabulary.
-        precision: of the weights: `fp32`, or weight-only `int8` or `int4` (blocks of 32, symmetric).
+        precision: of the weights: `fp32`, or weight-only `int8` or `int4` (blocks of 32, symmetric); by default what
+            the weights are in an ONNX decoder, and `fp32` otherwise.
         max_seq_len: capacity of a KV buffer in tokens; the model's limit or 4096, whichever is less, by default.
-        check: compare with transformers on the checkpoint before the bundle is completed.
+        check: compare with transformers on the checkpoint, or with the ONNX decoder as it came, before the bundle is
+            completed.
 
     Returns:
         `out` as a path.
@@ -95,12 +98,13 @@ def export_bundle(
     target = Path(out)
     if target.exists():
         raise ExportError(f"{target} exists; remove it or choose another --out")
-    if precision not in PRECISIONS:
+    if precision is not None and precision not in PRECISIONS:
         raise ExportError(
             f"precision {precision!r} is not known; the CPU bundle takes {', '.join(PRECISIONS)} "
             "(fp16 and bf16 are for engines)"
         )
     with _complete_or_nothing(target) as directory, open_checkpoint(verifier, lambda t: progress(t, None)) as source:
+        precision = _precision(precision, source, str(verifier))
         tiers = [_resolve(mask, source.identity, mask_format) for mask in masks]
         drafter_mask = _drafter_mask(drafter, source.identity, mask_format)
         limit = _capacity(max_seq_len, source.config)
@@ -119,7 +123,7 @@ def export_bundle(
             "verifier": decoder.manifest,
             "slim": tiers[0].name if tiers else None,
             "drafter": {"kind": "ngram"},
-            "check": decoder.check.to_json() if decoder.check else None,
+            "check": decoder.check,
             "made_by": _versions(),
         }
         if drafter_mask:
@@ -166,12 +170,11 @@ def _export_decoder(
     model = source.model
     lower(model, source.config, max_seq_len)
     kv = _kv_contract(model)
-    reference = None
-    if check:
-        progress("running the checkpoint in transformers", None)
-        reference = reference_logits(source.directory, max_seq_len, source.config)
+    reference = _reference(source, max_seq_len, progress) if check else None
+    quantised = source.precision is None and precision != "fp32"
     if precision != "fp32":
         FuseGateUpPass()(model)
+    if quantised:
         energy: dict[str, np.ndarray] = {}
         if reference or precision == "int4":
             progress(
@@ -197,7 +200,8 @@ def _export_decoder(
     result = None
     if reference:
         progress("checking the bundle's graph", None)
-        result = check_logits(directory / "model.onnx", reference, quantised=precision != "fp32")
+        found = check_logits(directory / "model.onnx", reference, quantised=quantised)
+        result = {"against": reference.computed_by, **found.to_json()}
     manifest = {
         "graph": f"{directory.name}/model.onnx",
         "weights": f"{directory.name}/{WEIGHTS_FILE}",
@@ -268,6 +272,7 @@ def _export_drafter(
     with open_checkpoint(drafter, lambda t: progress(f"drafter: {t}", None)) as source:
         shared = check_vocabularies(verifier.directory, source.directory, verifier.config, source.config)
         (directory / "drafter").mkdir()
+        _precision(precision, source, drafter)
         limit = min(max_seq_len, _capacity(None, source.config, at_most=max_seq_len))
         decoder = _export_decoder(source, directory / "drafter", [], precision, limit, check, progress)
         return {
@@ -277,6 +282,26 @@ def _export_drafter(
             "shared_vocab": shared,
             **{k: v for k, v in decoder.manifest.items() if k not in ("segments", "tiers")},
         }
+
+
+def _precision(wanted: str | None, source: Checkpoint, name: str) -> str:
+    """Precision of a decoder's weights: as asked, where they are not quantised already."""
+    if source.precision is None:
+        return wanted or "fp32"
+    if wanted not in (None, source.precision):
+        raise ExportError(
+            f"the weights in {name} are {source.precision} already, wanted {wanted}: they are kept as they are, so "
+            f"give --precision {source.precision}, or export from the unquantised model"
+        )
+    return source.precision
+
+
+def _reference(source: Checkpoint, max_seq_len: int, progress: Progress) -> Reference:
+    if source.source is not None:
+        progress("running the graph as it came", None)
+        return source_logits(source.source, max_seq_len, source.config)
+    progress("running the checkpoint in transformers", None)
+    return reference_logits(source.directory, max_seq_len, source.config)
 
 
 def _resolve(mask: Mask | str | Path, model: ModelIdentity, mask_format: MaskFormat | None) -> Mask:

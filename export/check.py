@@ -1,4 +1,4 @@
-"""The exporter checks itself: the written graph against transformers on the same checkpoint."""
+"""The exporter checks itself: the written graph against transformers on the same checkpoint, or against its source."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from via_sd.export.errors import ExportError
 from via_sd.export.passes.attention_semantics import semantics_of
 from via_sd.export.reference import load_reference
+from via_sd.export.source_graph import SourceGraph, run_source
 
 #: Largest logit difference allowed in float32, as a share of the largest logit (at least 10).
 FP32_TOLERANCE = 1e-4
@@ -24,7 +25,7 @@ _PREFILL, _STEPS = 40, (5, 1, 1)
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Full verifier against transformers float32: positions compared, differences of logits and laws (nats)."""
+    """Full verifier against its reference: positions compared, differences of logits and laws (nats)."""
 
     positions: int
     max_abs_difference: float
@@ -37,15 +38,18 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Reference:
-    """What transformers computes in float32 for a text of random tokens that passes every attention window.
+    """What a model computes for a text of random tokens that passes every attention window.
 
-    `chunks` are the steps in which a graph is fed the `tokens`: a prefill, five tokens, single tokens.
+    Attributes:
+        chunks: the steps in which a graph is fed the `tokens`: a prefill, five tokens, single tokens.
+        computed_by: what computed the `logits`: `transformers` in float32, or `the source graph` in ONNX Runtime.
     """
 
     tokens: np.ndarray
     chunks: list[int]
     logits: np.ndarray
     max_seq_len: int
+    computed_by: str = "transformers"
 
 
 def reference_steps(config: Mapping[str, Any], max_seq_len: int) -> list[int]:
@@ -59,16 +63,31 @@ def reference_logits(checkpoint: Path, max_seq_len: int, config: dict[str, Any])
     """Run the checkpoint in transformers (float32, eager attention) as the reference of `check_logits`."""
     import torch
 
-    chunks = reference_steps(config, max_seq_len)
-    tokens = np.random.default_rng(0).integers(0, int(config["vocab_size"]), sum(chunks))
+    tokens, chunks = _text(config, max_seq_len)
     model = load_reference(checkpoint)
     with torch.no_grad():
         logits = model(torch.from_numpy(tokens[None])).logits[0].numpy()
     return Reference(tokens, chunks, logits, max_seq_len)
 
 
+def source_logits(source: SourceGraph, max_seq_len: int, config: dict[str, Any]) -> Reference:
+    """Run the graph that was exported from, as it came, as the reference of `check_logits`."""
+    tokens, chunks = _text(config, max_seq_len)
+    return Reference(tokens, chunks, run_source(source, tokens, chunks, max_seq_len), max_seq_len, "the source graph")
+
+
+def _text(config: dict[str, Any], max_seq_len: int) -> tuple[np.ndarray, list[int]]:
+    """Random tokens, and the steps they are fed in."""
+    chunks = reference_steps(config, max_seq_len)
+    return np.random.default_rng(0).integers(0, int(config["vocab_size"]), sum(chunks)), chunks
+
+
 def check_logits(graph: Path, reference: Reference, *, quantised: bool) -> CheckResult:
     """Feed the reference's text to the full tier of `graph` in its steps and compare every logit.
+
+    Args:
+        quantised: the weights were quantised on the way from what the reference ran. Weights that came quantised were
+            not: the same kernels then run on the same bytes, and were bit-equal wherever that was measured.
 
     Raises:
         ExportError: they differ by more than float32 rounding, or than quantisation, explains.
@@ -78,13 +97,13 @@ def check_logits(graph: Path, reference: Reference, *, quantised: bool) -> Check
     limit = FP32_TOLERANCE * max(10.0, float(np.abs(reference.logits).max()))
     if not quantised and not result.max_abs_difference <= limit:
         raise ExportError(
-            f"the exported graph differs from transformers by {result.max_abs_difference:.3g} in a logit (limit "
-            f"{limit:.3g}): this architecture is not exported right; --no-check writes the bundle all the same"
+            f"the exported graph differs from {reference.computed_by} by {result.max_abs_difference:.3g} in a logit "
+            f"(limit {limit:.3g}): this architecture is not exported right; --no-check writes the bundle all the same"
         )
     if quantised and not result.mean_kl <= QUANTISED_KL:
         raise ExportError(
-            f"the quantised graph is {result.mean_kl:.3g} nats (KL) from transformers, limit {QUANTISED_KL}: "
-            "quantisation ruins this model; try --precision fp32, or --no-check"
+            f"the quantised graph is {result.mean_kl:.3g} nats (KL) from {reference.computed_by}, limit "
+            f"{QUANTISED_KL}: quantisation ruins this model; try --precision fp32, or --no-check"
         )
     return result
 

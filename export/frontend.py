@@ -1,4 +1,7 @@
-"""From a checkpoint to a decoder graph: Hugging Face directories, hub ids and GGUF files, through mobius-onnx."""
+"""From a checkpoint to a decoder graph: Hugging Face directories, hub ids and GGUF files, through mobius-onnx.
+
+A directory with a decoder that another exporter made is opened here too, and read by `onnx_decoder`.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +21,45 @@ import onnx_ir as ir
 
 from via_sd.export.errors import ExportError, UnsupportedModelError
 from via_sd.export.passes.residual import find_sublayers
+from via_sd.export.source_graph import SourceGraph
 from via_sd.masks import ModelIdentity
 
 Progress = Callable[[str], None]
+#: Describes a decoder of the ONNX Runtime GenAI model builder.
+GENAI_CONFIG = "genai_config.json"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint as a float32 decoder graph, and the directory its configuration and tokenizer came from.
+    """A checkpoint as a decoder graph, and the directory its configuration and tokenizer came from.
 
     Attributes:
         model: graph for the CPU provider (GroupQueryAttention, packed QKV), inputs as mobius names them.
         directory: Hugging Face directory; for a GGUF file the temporary one it was converted to.
         config: contents of `config.json` (of the text model, for a composite).
         identity: what masks and bundles call this model by.
+        precision: `int8` or `int4` when the weights are quantised already, None when they are float32.
+        source: when another exporter made the graph, the graph as it came; there is then no model for transformers.
     """
 
     model: ir.Model
     directory: Path
     config: dict[str, Any]
     identity: ModelIdentity
+    precision: str | None = None
+    source: SourceGraph | None = None
+
+
+def is_onnx_directory(directory: Path) -> bool:
+    """Whether `directory` holds a decoder that another exporter made, rather than a checkpoint."""
+    return not any(directory.glob("*.safetensors")) and (
+        (directory / GENAI_CONFIG).is_file() or any(directory.glob("*.onnx"))
+    )
 
 
 @contextlib.contextmanager
 def open_checkpoint(source: str | Path, progress: Progress = lambda _: None) -> Iterator[Checkpoint]:
-    """The checkpoint at `source`: a Hugging Face directory, a GGUF file, or a hub id.
+    """The checkpoint at `source`: a Hugging Face directory, a GGUF file, a hub id, or a directory with an ONNX decoder.
 
     Raises:
         ExportError: nothing usable at `source`, or a damaged file.
@@ -51,7 +68,15 @@ def open_checkpoint(source: str | Path, progress: Progress = lambda _: None) -> 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet())
         path = Path(source)
+        if path.is_dir() and is_onnx_directory(path):
+            from via_sd.export.onnx_decoder import open_onnx_decoder
+
+            progress("reading the graph")
+            yield open_onnx_decoder(path)
+            return
         if path.is_file():
+            if path.suffix == ".onnx":
+                raise ExportError(f"{path} is a graph alone; give the directory with its configuration and tokenizer")
             from via_sd.export.gguf import gguf_to_directory
 
             target = Path(stack.enter_context(TemporaryDirectory(prefix="via-sd-gguf-")))
@@ -98,17 +123,21 @@ def _norm_weight(value: ir.Value | None) -> ir.TensorProtocol | None:
     return vectors[0] if None not in stored and len(vectors) == 1 else None
 
 
+_WANTED = "a Hugging Face model directory, a GGUF file, a hub id, or a directory with an ONNX decoder"
 _SHAPE_KEYS = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
     file = directory / "config.json"
+    if not file.is_file():
+        raise ExportError(f"{directory} has no config.json; wanted {_WANTED}")
+    return read_config(file)
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The JSON object in `file`; of a composite's configuration, that of its text model."""
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ExportError(
-            f"{directory} has no config.json; wanted a Hugging Face model directory, a GGUF file or a hub id"
-        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ExportError(f"{file} is not JSON: {error}") from None
     if not isinstance(config, dict):
@@ -156,7 +185,7 @@ def _check_weights(directory: Path) -> None:
 def _download(name: str) -> Path:
     looks_like_hub_id = name.count("/") == 1 and not name.startswith((".", "/", "~"))
     if not looks_like_hub_id:
-        raise ExportError(f"{name} does not exist; wanted a Hugging Face model directory, a GGUF file or a hub id")
+        raise ExportError(f"{name} does not exist; wanted {_WANTED}")
     from huggingface_hub import snapshot_download
 
     try:

@@ -55,7 +55,7 @@ class SearchModel:
 
 
 def load_search_model(verifier: str | Path, *, threads: int | None = None) -> SearchModel:
-    """Load a verifier (Hugging Face directory, hub id, GGUF file) or a bundle for a search.
+    """Load a verifier (Hugging Face directory, hub id, GGUF file, ONNX decoder) or a bundle for a search.
 
     Raises:
         CommandError: nothing usable at `verifier`, with the exporter's reason.

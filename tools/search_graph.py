@@ -125,7 +125,7 @@ def build(verifier: str, directory: Path) -> None:
             lower(source.model, source.config, limit)
             description = {
                 "model": source.identity.to_json(),
-                "precision": "fp32",
+                "precision": source.precision or "fp32",
                 "max_seq_len": limit,
                 "kv": _kv_contract(source.model),
                 "tokenizer": export_tokenizer(source.directory, directory, source.config),

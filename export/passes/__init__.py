@@ -6,6 +6,7 @@ from via_sd.export.passes.prune import PrunePass
 from via_sd.export.passes.quantize import QuantizePass, constant_products
 from via_sd.export.passes.residual import State, Sublayer, find_sublayers
 from via_sd.export.passes.route import RoutePass, Segment, keep_vector, plan_segments
+from via_sd.export.passes.shared_table import SharedTablePass
 from via_sd.export.passes.step_inputs import LastLogitsPass, StepInputsPass
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "QuantizePass",
     "RoutePass",
     "Segment",
+    "SharedTablePass",
     "State",
     "StepInputsPass",
     "Sublayer",

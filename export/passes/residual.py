@@ -70,7 +70,7 @@ def find_sublayers(graph: ir.Graph) -> list[Sublayer]:
     assert entry is not None
     before = State(entry, None)
     sublayers: list[Sublayer] = []
-    while True:
+    while before.delta is None or len(norm.outputs) > _SUM_OUTPUT:  # the last norm's sum has no reader, so it may lack
         residual = before.residual if before.delta is None else norm.outputs[_SUM_OUTPUT]
         following = [user for user in residual.consumers() if user.op_type in SKIP_NORMS]
         if not following:

@@ -120,6 +120,11 @@ def open_decoder(
                 f"{option} {reference} is another model than the bundle's {decoder.name}: "
                 + ", ".join(f"{key} is {found[key]!r}, wanted {wanted[key]!r}" for key in differing)
             )
+        if checkpoint.precision is not None:
+            raise ExportError(
+                f"{option} {reference} has {checkpoint.precision} weights, and engines are built from unquantised "
+                "ones; give the checkpoint, or an ONNX decoder in float32"
+            )
         lower(checkpoint.model, checkpoint.config, decoder.max_seq_len)
         yield checkpoint.model
 

@@ -27,7 +27,7 @@ def refused(source: Path | str, match: str, kind: type[Exception] = ExportError)
 
 
 def test_a_path_that_does_not_exist_is_refused(tmp_path):
-    refused(tmp_path / "nothing", "does not exist; wanted a Hugging Face model directory, a GGUF file or a hub id")
+    refused(tmp_path / "nothing", "does not exist; wanted a Hugging Face model directory, a GGUF file, a hub id, or a")
     refused("nothing-here", "does not exist")
 
 

@@ -268,7 +268,7 @@ def test_sources_that_cannot_be_exported_are_one_message_and_nothing_is_left(che
         refused(invoke("export", source, "--out", out), *says)
         assert not out.parent.exists() or not list(out.parent.iterdir())
 
-    fails(tmp_path / "missing", "does not exist", "GGUF file or a hub id")
+    fails(tmp_path / "missing", "does not exist", "a GGUF file, a hub id, or a directory with an ONNX decoder")
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(3))
     fails(tmp_path / "model.gguf", "damaged or cut short")
     (tmp_path / "notes.txt").write_text("not a model")

@@ -1,4 +1,4 @@
-"""`via-sd-export export`: checkpoint -> bundle."""
+"""`via-sd-export export`: checkpoint or ONNX decoder -> bundle."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class MaskMeaning(str, Enum):
 
 @command
 def export(
-    verifier: Annotated[str, typer.Argument(help="Hugging Face directory, hub id, or GGUF file.")],
+    verifier: Annotated[
+        str, typer.Argument(help="Hugging Face directory, hub id, GGUF file, or ONNX decoder's directory.")
+    ],
     out: Annotated[Path, typer.Option(help="Bundle directory to create.")],
     mask: Annotated[
         list[Path] | None,
@@ -41,12 +43,15 @@ def export(
         str, typer.Option(help="`ngram`, `mask:FILE` (a deeper mask of the verifier), or a model with its vocabulary.")
     ] = "ngram",
     precision: Annotated[
-        Precision, typer.Option(help="Weights: float32, or weight-only int8 or int4.")
-    ] = Precision.fp32,
+        Precision | None,
+        typer.Option(
+            help="Weights: float32, or weight-only int8 or int4.", show_default="fp32, or what an ONNX decoder has"
+        ),
+    ] = None,
     max_seq_len: Annotated[
         int | None, typer.Option(help="Capacity of a KV buffer in tokens.", show_default="the model's, at most 4096")
     ] = None,
-    check: Annotated[bool, typer.Option(help="Compare with transformers before the bundle is completed.")] = True,
+    check: Annotated[bool, typer.Option(help="Compare with transformers (an ONNX decoder: with itself) first.")] = True,
 ) -> None:
     """Export VERIFIER, its slim-verifiers and its drafter to one bundle."""
     from via_sd.export import export_bundle
@@ -58,7 +63,7 @@ def export(
             masks=mask or [],
             mask_format=mask_format.value if mask_format else None,
             drafter=drafter,
-            precision=precision.value,
+            precision=precision.value if precision else None,
             max_seq_len=max_seq_len,
             check=check,
             progress=progress,

@@ -54,7 +54,7 @@ _OBJECTIVE = Objective(DEFAULT_OBJECTIVE)
 
 @command
 def search(
-    verifier: Annotated[str, typer.Argument(help="Hugging Face directory, hub id, GGUF file, or bundle.")],
+    verifier: Annotated[str, typer.Argument(help="Hugging Face directory, hub id, GGUF file, ONNX decoder or bundle.")],
     out_file: Annotated[
         Path, typer.Option("--out", help="Mask file to write; several skip ratios make several: NAME-RATIO.json.")
     ],

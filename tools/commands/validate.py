@@ -68,6 +68,11 @@ def validate(
             with open_checkpoint(source, lambda text: progress(text, None)) as checkpoint:
                 if checkpoint.identity != identity:
                     raise CommandError(f"{source} is another model than the {name} of {bundle}")
+                if checkpoint.source is not None:
+                    raise CommandError(
+                        f"{source} holds an ONNX decoder, and validate compares with transformers; give the checkpoint "
+                        "it was made from (a Hugging Face directory, a hub id, or a GGUF file)"
+                    )
                 masks = loaded.masks if name == "verifier" else {}
                 found[name] = validate_model(
                     engine,
