@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
@@ -93,48 +91,19 @@ def print_json(facts: Any, *, ensure_ascii: bool = True) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, float | None], None]]:
-    """A bar on stderr, if it is a terminal; call it with a description and the share done, 0 to 1 or None.
-
-    A call after Ctrl-C raises `KeyboardInterrupt`: the first may have come where Python drops it, in a callback of an
-    import or of the garbage collector.
-    """
-    interrupted = threading.Event()
-
-    def note(*_: object) -> None:
-        interrupted.set()
-        raise KeyboardInterrupt
-
-    with (
-        _interrupts_go_to(note),
-        Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TimeElapsedColumn(),
-            console=err,
-            transient=True,
-            disable=not sys.stderr.isatty(),
-        ) as progress,
-    ):
+    """A bar on stderr, if it is a terminal; call it with a description and the share done, 0 to 1 or None."""
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=err,
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    ) as progress:
         task = progress.add_task("starting", total=None)
 
         def update(description: str, share: float | None) -> None:
-            if interrupted.is_set():
-                raise KeyboardInterrupt
             progress.update(task, description=description, total=None if share is None else 1.0, completed=share or 0.0)
 
         yield update
-
-
-@contextmanager
-def _interrupts_go_to(handler: Callable[..., None]) -> Iterator[None]:
-    """Have `handler` take Ctrl-C where it would raise `KeyboardInterrupt` here: not ignored, and in the main thread."""
-    here = threading.current_thread() is threading.main_thread()
-    if not here or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
