@@ -19,7 +19,7 @@ from via_sd.export.errors import ExportError, UnsupportedModelError
 from via_sd.export.foreign_graph import ADVICE, Declared, ForeignDecoder, adopt
 from via_sd.export.frontend import GENAI_CONFIG, Checkpoint, identify, read_config
 from via_sd.export.passes.attention_semantics import AttentionSemantics, semantics_of
-from via_sd.export.tokenizer import _ids
+from via_sd.export.tokenizer import token_ids
 from via_sd.export.weights import INLINE_BYTES
 
 MODEL_CONFIG = "config.json"
@@ -163,7 +163,7 @@ def _with_model_config(path: Path, file: Path, config: dict[str, Any]) -> dict[s
                 f"{path.name} away to have the graph as it is"
             )
     limits = [n for n in (config.get("max_position_embeddings"), limit) if n]
-    ends = [*_ids(config.get("eos_token_id")), *_ids(stated.get("eos_token_id"))]
+    ends = [*token_ids(config.get("eos_token_id")), *token_ids(stated.get("eos_token_id"))]
     return {**stated, "max_position_embeddings": min(limits, default=None), "eos_token_id": list(dict.fromkeys(ends))}
 
 

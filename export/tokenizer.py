@@ -38,7 +38,10 @@ def export_tokenizer(source: Path, target: Path, config: dict[str, Any]) -> dict
         for role in ("bos_token", "eos_token", "unk_token", "pad_token")
         if (text := _text(tokenizer_config, role))
     }
-    ids = {*_ids(config.get("eos_token_id")), *_ids(_read(source / "generation_config.json").get("eos_token_id"))}
+    ids = {
+        *token_ids(config.get("eos_token_id")),
+        *token_ids(_read(source / "generation_config.json").get("eos_token_id")),
+    }
     if special.get("eos_token") in vocabulary:
         ids.add(vocabulary[special["eos_token"]])
     if not ids:
@@ -89,7 +92,8 @@ def _text(config: dict[str, Any], role: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _ids(value: Any) -> list[int]:
+def token_ids(value: Any) -> list[int]:
+    """Token ids as configurations write them: none, one, or a list."""
     if value is None:
         return []
     return [int(v) for v in (value if isinstance(value, list) else [value])]

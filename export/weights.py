@@ -8,6 +8,7 @@ from pathlib import Path
 import onnx_ir as ir
 from onnx_ir.external_data import CallbackInfo, convert_tensors_to_external
 
+from via_sd.export.errors import ExportError
 from via_sd.export.passes.quantize import SHARES_BYTES_OF
 
 WEIGHTS_FILE = "weights.data"
@@ -15,6 +16,27 @@ WEIGHTS_FILE = "weights.data"
 INLINE_BYTES = 1024
 #: Page-aligned, so that a runtime can map each tensor where it lies.
 ALIGNMENT = 4096
+
+
+def load_graph(file: Path) -> ir.Model:
+    """The graph of a bundle, its weights read when they are asked for.
+
+    Raises:
+        ExportError: weights behind a link, which onnx-ir does not read.
+    """
+    model = ir.load(file)
+    for place in {file.parent / tensor.location for tensor in _external(model)}:
+        if place.is_symlink() or place.stat().st_nlink > 1:
+            raise ExportError(
+                f"{place} is a link, or another name links to the same file, and weights are read from plain files "
+                "only; copy the bundle (cp -rL) and give the copy"
+            )
+    return model
+
+
+def _external(model: ir.Model) -> list[ir.ExternalTensor]:
+    tensors = (value.const_value for value in model.graph.initializers.values())
+    return [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
 
 
 def write_weights(

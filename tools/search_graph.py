@@ -19,7 +19,7 @@ from via_sd.export.frontend import open_checkpoint
 from via_sd.export.passes import RoutePass, find_sublayers, plan_segments
 from via_sd.export.portable.unroute import UnroutePass
 from via_sd.export.tokenizer import export_tokenizer
-from via_sd.export.weights import save_graph, write_weights
+from via_sd.export.weights import load_graph, save_graph, write_weights
 from via_sd.runtime import load_bundle
 from via_sd.tools.console import BAD_INPUT, EXPECTED_FAILURES
 from via_sd.tools.search_session import DESCRIPTION_FILE, GRAPH_FILE, HIDDEN, RESUME, boundary_output
@@ -108,7 +108,7 @@ def build(verifier: str, directory: Path) -> None:
     if (Path(verifier) / "bundle.json").is_file():
         bundle = load_bundle(verifier)
         manifest = bundle.manifest
-        model = ir.load(bundle.file(manifest["verifier"]["graph"]))
+        model = load_graph(bundle.file(manifest["verifier"]["graph"]))
         UnroutePass()(model)
         description = {
             "model": manifest["model"],

@@ -16,6 +16,7 @@ from via_sd.export.bundle import FORMAT, MANIFEST, lower
 from via_sd.export.bundle import VERSION as BUNDLE_VERSION
 from via_sd.export.errors import ExportError
 from via_sd.export.frontend import open_checkpoint
+from via_sd.export.weights import load_graph
 from via_sd.masks import Mask, ModelIdentity, parse_mask
 
 VERIFIER, DRAFTER = "verifier", "drafter"
@@ -110,7 +111,7 @@ def open_decoder(
             )
         for key in ("graph", "weights"):
             _check_file(source, decoder.entry[key])
-        yield ir.load(source.directory / decoder.entry["graph"])
+        yield load_graph(source.directory / decoder.entry["graph"])
         return
     with open_checkpoint(reference, progress) as checkpoint:
         if checkpoint.identity != decoder.identity:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -97,6 +98,11 @@ def test_a_damaged_bundle_is_refused(bundle, tmp_path):
     (bundle / "verifier/weights.data").write_bytes(b"short")
     refused(invoke(build, bundle), "weights.data has 5 bytes")
     refused(invoke(build, tmp_path / "nowhere"), "is no bundle")
+
+
+def test_weights_behind_a_hard_link_are_refused_in_our_words(bundle, tmp_path):
+    os.link(bundle / "verifier/weights.data", tmp_path / "another-name")
+    refused(invoke(build, bundle), "weights.data is a link, or another name links to the same file")
 
 
 def on_the_cpu(bundle: Path, *options: str) -> Result:

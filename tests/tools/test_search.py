@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -263,6 +265,16 @@ def test_a_bundle_is_searched_by_sublayers_on_a_text_file(whole: tuple[list[obje
     manifest = json.loads((tiny_bundle / "bundle.json").read_text(encoding="utf-8"))
     assert mask.model is not None
     assert mask.model.to_json() == manifest["model"]
+
+
+def test_a_bundle_whose_weights_have_another_name_is_refused_in_our_words(tiny_bundle: Path, tmp_path: Path) -> None:
+    bundle = shutil.copytree(tiny_bundle, tmp_path / "bundle")
+    os.link(bundle / "verifier/weights.data", tmp_path / "another-name")
+    text = tmp_path / "text.txt"
+    text.write_text("words")
+    done = CliRunner().invoke(app, ["search", str(bundle), "--out", str(tmp_path / "found.json"), "--text", str(text)])
+    assert done.exit_code == 2
+    assert "another name links to the same file" in " ".join(done.stderr.split())
 
 
 def test_a_mask_that_is_there_is_not_written_over(tmp_path: Path) -> None:
