@@ -35,7 +35,7 @@ def test_a_client_sees_an_error_when_the_server_dies_and_the_next_one_is_served(
             assert client.ask(PROMPT).text == ANSWER
     finally:
         server.stop()
-    assert not list(Path("/dev/shm").glob(f"via_sd_{os.getpid()}_*"))
+    assert not list(Path("/dev/shm").glob(f"{server._prefix}*"))
 
 
 STARTER = """
