@@ -92,6 +92,11 @@ def check_logits(graph: Path, reference: Reference, *, quantised: bool) -> Check
     Raises:
         ExportError: they differ by more than float32 rounding, or than quantisation, explains.
     """
+    if not np.isfinite(reference.logits).all():
+        raise ExportError(
+            f"{reference.computed_by} gives logits that are infinite or no numbers: the weights are damaged; fetch or "
+            "export the model again"
+        )
     found = run_graph(graph, reference.tokens, reference.chunks, reference.max_seq_len)
     result = compare_logits(found, reference.logits)
     limit = FP32_TOLERANCE * max(10.0, float(np.abs(reference.logits).max()))

@@ -21,6 +21,7 @@ import onnx_ir as ir
 
 from via_sd.export.errors import ExportError, UnsupportedModelError
 from via_sd.export.passes.residual import find_sublayers
+from via_sd.export.plain_files import plain_directory
 from via_sd.export.source_graph import SourceGraph
 from via_sd.masks import ModelIdentity
 
@@ -89,7 +90,7 @@ def open_checkpoint(source: str | Path, progress: Progress = lambda _: None) -> 
             directory = _download(str(source))
         config = _read_config(directory)
         progress("building the graph")
-        model = _build(directory)
+        model = _build(directory, stack.enter_context(plain_directory(directory)))
         model.graph.name = "decoder"  # instead of where the checkpoint lay
         yield Checkpoint(model, directory, config, identify(model, config))
 
@@ -146,7 +147,8 @@ def read_config(file: Path) -> dict[str, Any]:
     return text if isinstance(text, dict) and "hidden_size" in text else config
 
 
-def _build(directory: Path) -> ir.Model:
+def _build(directory: Path, plain: Path) -> ir.Model:
+    """The graph of the checkpoint in `directory`, read from `plain`, which has the same files."""
     try:
         import mobius
     except ImportError as error:
@@ -155,7 +157,7 @@ def _build(directory: Path) -> ir.Model:
     try:
         # mobius draws progress bars of its own.
         with contextlib.redirect_stderr(io.StringIO()):
-            package = mobius.build(str(directory), dtype="f32", execution_provider="cpu")
+            package = mobius.build(str(plain), dtype="f32", execution_provider="cpu")
     except Exception as error:
         raise UnsupportedModelError(f"mobius-onnx cannot build {directory}: {type(error).__name__}: {error}") from error
     if "model" not in package:
@@ -189,11 +191,17 @@ def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors", "tokenizer*"]))
+        found = Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors", "tokenizer*"]))
     except Exception as error:  # noqa: BLE001 - network, authorisation and naming errors all mean the same here
         raise ExportError(
             f"{name} is no local path and cannot be fetched from the hub ({type(error).__name__}: {error})"
         ) from None
+    if not any(found.glob("*.safetensors")):
+        raise ExportError(
+            f"{name} on the hub has no *.safetensors file; a GGUF file or an ONNX decoder has to be on disk first: "
+            f"hf download {name} --local-dir DIRECTORY"
+        )
+    return found
 
 
 @contextlib.contextmanager

@@ -26,6 +26,52 @@ def refused(source: Path | str, match: str, kind: type[Exception] = ExportError)
         pass
 
 
+@pytest.fixture
+def hub_cache(checkpoint_of, tmp_path, monkeypatch) -> Path:
+    """The snapshot of `nobody/something` in a hub cache, as huggingface_hub lays it out: links to blobs."""
+    import huggingface_hub.constants
+
+    repository = tmp_path / "hub/models--nobody--something"
+    snapshot = repository / "snapshots/abc123"
+    for folder in (repository / "blobs", repository / "refs", snapshot):
+        folder.mkdir(parents=True)
+    (repository / "refs/main").write_text("abc123")
+    for number, file in enumerate(sorted(checkpoint_of("llama").iterdir())):
+        shutil.copyfile(file, repository / f"blobs/{number}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return snapshot
+
+
+def weights_of(source: Path | str) -> dict[str, bytes]:
+    with open_checkpoint(source) as found:
+        tensors = {name: value.const_value for name, value in found.model.graph.initializers.items()}
+        return {name: tensor.numpy().tobytes() for name, tensor in tensors.items() if tensor is not None}
+
+
+@pytest.mark.parametrize("linked", [True, False], ids=["with hard links", "copied"])
+def test_a_hub_cache_is_read_though_its_files_are_links(linked, hub_cache, checkpoint_of, tmp_path, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    if not linked:
+
+        def refuse(*_: object) -> None:
+            raise OSError("another file system")
+
+        monkeypatch.setattr("os.link", refuse)
+    wanted = weights_of(checkpoint_of("llama"))
+    assert weights_of("nobody/something") == wanted
+    assert weights_of(hub_cache) == wanted
+    assert not list(temporary.iterdir())
+
+
+def test_what_the_hub_has_in_other_formats_has_to_be_on_disk_first(hub_cache):
+    (hub_cache / "model.safetensors").unlink()
+    refused("nobody/something", "nobody/something on the hub has no .*hf download nobody/something --local-dir")
+
+
 def test_a_path_that_does_not_exist_is_refused(tmp_path):
     refused(tmp_path / "nothing", "does not exist; wanted a Hugging Face model directory, a GGUF file, a hub id, or a")
     refused("nothing-here", "does not exist")
