@@ -54,7 +54,7 @@ class Completion:
     stats: dict[str, Any]
     seed: int
     logprobs: list[TokenLogprobs] | None = field(default=None)
-    margins: list[JudgedMargin] = field(default_factory=list)
+    margins: list[JudgedMargin] = field(default_factory=list, repr=False)
 
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = {

@@ -247,7 +247,8 @@ class Pipeline:
             if self.policy is None or self.policy.router is None:
                 raise RequestError(
                     "router calibrated needs a calibration that allowed some divergence, on this machine, with this "
-                    "backend and number of threads: via-sd-export calibrate --max-divergence"
+                    "backend and the same number of threads (given or left open): via-sd-export calibrate "
+                    "--max-divergence"
                 )
             if config.max_divergence is None:
                 config = replace(config, max_divergence=self.policy.router.max_divergence)

@@ -91,7 +91,7 @@ def candidates(bundle: Bundle, max_divergence: float | None) -> dict[str, dict[s
     if bundle.slim is None:
         return found
     found["cascade"] = {"mode": "cascade"}
-    if max_divergence is not None:
+    if max_divergence:
         routed = {"mode": "routed", "max_divergence": max_divergence}
         found["routed, paper"] = {**routed, "router": "paper"}
         found |= {f"routed, alpha2 {alpha2}": {**routed, "alpha2": alpha2} for alpha2 in ALPHA2}
@@ -125,7 +125,7 @@ def run_rounds(
     finalists = [label for label in tried if is_exact(tried[label])]
     first: dict[str, dict[str, Any]] = {}
     router = None
-    if max_divergence is not None and CALIBRATED in tried:
+    if max_divergence and CALIBRATED in tried:
         gates = [label for label in tried if label not in (*finalists, CALIBRATED)]
         samples = round_of(gates, min(max_new_tokens, FIRST_ROUND_TOKENS), 1, "first", keep_margins=True)
         first = summarise(samples, prompts)

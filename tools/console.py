@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import typer
@@ -75,6 +77,17 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
             raise _failed("interrupted", _INTERRUPTED) from None
 
     return wrapped
+
+
+def check_writable(*files: Path | None) -> None:
+    """Raise `CommandError` for a file that could not be written when the long work is done."""
+    for file in filter(None, files):
+        if file.is_dir():
+            raise CommandError(f"{file} is a directory; name a file in it")
+        if not file.parent.is_dir():
+            raise CommandError(f"cannot write {file}: there is no directory {file.parent}; make it first")
+        if not os.access(file.parent, os.W_OK):
+            raise CommandError(f"cannot write {file}: {file.parent} is not writable; choose another place")
 
 
 def _failed(message: str, code: int) -> typer.Exit:

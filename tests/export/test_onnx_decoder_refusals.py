@@ -267,6 +267,13 @@ def test_a_graph_that_onnx_runtime_cannot_run_is_refused(decoder, tmp_path):
         export_bundle(decoder, tmp_path / "b")
 
 
+def test_damaged_weights_are_named_by_what_they_compute(decoder, tmp_path):
+    weights = decoder / "model.onnx.data"
+    weights.write_bytes(b"\xff" * weights.stat().st_size)
+    with pytest.raises(ExportError, match="the source graph gives logits that are infinite or no numbers: the weights"):
+        export_bundle(decoder, tmp_path / "b")
+
+
 def test_a_directory_without_a_tokenizer_is_refused(decoder, tmp_path):
     (decoder / "tokenizer.json").unlink()
     with pytest.raises(ExportError, match=r"has no tokenizer\.json; load it with transformers\.AutoTokenizer"):

@@ -373,3 +373,18 @@ def test_the_verdict_names_a_slim_tier_that_its_modes_leave_out():
     assert calibrate.slim_verdict(TRIED, table, None).endswith(
         "does not pay here: the modes that have it leave it out."
     )
+
+
+def test_a_place_that_could_not_be_written_is_refused_before_anything_is_measured(bundle, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "abc"}\n')
+    done = CliRunner().invoke(
+        app, ["calibrate", str(bundle), "--prompts", str(prompts), "--out", str(tmp_path / "no/policy.json")]
+    )
+    assert done.exit_code == 2
+    assert "there is no directory" in " ".join(done.stderr.split())
+    assert not (tmp_path / "no").exists()
+
+
+def test_no_divergence_at_all_means_the_exact_modes(tiny_bundle_mask_drafter):
+    assert list(candidates(load_bundle(tiny_bundle_mask_drafter), 0.0)) == ["plain", "speculative", "cascade"]

@@ -18,7 +18,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from via_sd.masks import Mask, write_mask
-from via_sd.runtime import Chunk
+from via_sd.runtime import Chunk, load_bundle
+from via_sd.runtime.policy import measured_files
 from via_sd.tools.console import out
 from via_sd.tools.main import app
 
@@ -128,7 +129,6 @@ def test_text_goes_to_stdout_as_it_is_and_the_summary_to_stderr(tiny_bundle):
 
 def test_tabs_and_runs_of_blanks_reach_stdout_unchanged(capsys):
     """Code is made of them."""
-    from via_sd.runtime import Chunk
     from via_sd.tools.commands.generate import show
 
     text = "if x:\n\treturn  [y]   # [bold] :smile: " + "long " * 60 + "\n"
@@ -450,6 +450,46 @@ def test_bench_compares_modes_with_plain_decoding_in_the_same_run(tiny_bundle, p
     assert figures["speculative"]["all"]["equal_to_plain"] == 1
     for text in ("exact", "approximate", "copy", "default"):
         assert text in result.stdout
+
+
+def test_bench_says_what_its_rows_went_by(tiny_bundle, prompts, tmp_path):
+    result = invoke("bench", tiny_bundle, "--prompts", prompts, "--modes", "auto,routed", "--max-new-tokens", 4,
+                    "--repeats", 1, "--alpha2", "0.9", "--max-divergence", "0.25",
+                    "--report", tmp_path / "page.html")  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    said = "routed, router adaptive, alpha1 0.5, alpha2 0.9, divergence at most 25.0%"
+    assert f"auto: speculative\nrouted: {said}\n" in result.stdout
+    assert said in (tmp_path / "page.html").read_text(encoding="utf-8")
+    rows = [line.split("│")[1:3] for line in result.stdout.splitlines() if line.startswith("│")]
+    assert {mode.strip(): output.strip() for mode, output in rows} == {
+        "plain": "exact", "auto": "exact", "routed": "approximate",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("option", ["--json", "--report"])
+def test_bench_refuses_a_place_it_could_not_write_before_it_measures(option, tiny_bundle, prompts, tmp_path):
+    command = ("bench", tiny_bundle, "--prompts", prompts, "--max-new-tokens", 4, "--repeats", 1, option)
+    refused(invoke(*command, tmp_path / "no/file"), "there is no directory", "make it first")
+    refused(invoke(*command, tmp_path), "is a directory; name a file in it")
+    assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
+
+
+def test_generate_says_when_routed_did_not_ask_slim(tiny_bundle, tmp_path):
+    command = ("generate", tiny_bundle, "--prompt", "abc abc abc", "--raw", "--mode", "routed", "--max-new-tokens", 6)
+    asked = invoke(*command, "--router", "paper", "--ignore-eos")
+    assert "slim was never asked" not in asked.stderr
+    facts = {
+        "format": "via-sd-policy", "version": 1, "machine": {}, "auto": {"mode": "plain"}, "exact": "plain",
+        "files": measured_files(load_bundle(tiny_bundle), "onnxruntime"),
+        "costs": {"full": {"1": 1.0, "2": 1.1}, "slim": 0.6, "draft": None},
+        "router": {"max_divergence": 0.1, "margins": {"0.1": 1.0}},
+    }  # fmt: skip
+    (tmp_path / "policy.json").write_text(json.dumps(facts))
+    shut = invoke(*command, "--router", "calibrated", "--max-divergence", "0.05", "--policy", tmp_path / "policy.json")
+    assert shut.exit_code == 0
+    assert "slim was never asked: nothing was calibrated for a divergence of 0.05" in shut.stderr
+    shown = json.loads(invoke("inspect", tmp_path / "policy.json", "--json").stdout)
+    assert (shown["kind"], shown["router"]) == ("policy", facts["router"])
 
 
 def test_a_bench_report_is_a_page_with_the_table_and_where_it_was_measured(tiny_bundle, prompts, tmp_path):

@@ -148,6 +148,7 @@ def test_the_command_writes_a_repository_and_refuses_bad_input_with_code_2(bundl
         ["--default", "max_tokens=many"],
         ["--default", "max_tokens=0"],
         ["--default", "best_of=2"],
+        ["--layout", "tiers", "--name", "tiers", "--mode", "routed", "--default", "router=calibrated"],
         ["--layout", "tiers", "--name", "full"],
     ):
         assert run(*refused) == 2, refused

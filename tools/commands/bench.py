@@ -7,16 +7,17 @@ import platform
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from via_sd.masks.files import write_whole
-from via_sd.runtime import MODES
+from via_sd.runtime import EXACT_MODES, MODES, GenerationConfig
 from via_sd.runtime.backends import ONNXRUNTIME
+from via_sd.runtime.config import AUTO, CALIBRATED
 from via_sd.runtime.policy import this_machine
 from via_sd.tools.bench import run_bench, settings_of, summarise
-from via_sd.tools.console import CommandError, command, err, out, progress_bar
+from via_sd.tools.console import CommandError, check_writable, command, err, out, progress_bar
 from via_sd.tools.options import Backend, PolicyFile, Threads, TrustEngines, load_pipeline
 from via_sd.tools.prompts import read_prompts
 from via_sd.tools.report import comparison, write_report
@@ -27,13 +28,15 @@ def bench(
     bundle: Annotated[Path, typer.Argument(help="Bundle directory.")],
     prompts: Annotated[Path, typer.Option(help='JSON lines, {"prompt": …, "bucket": …}.')],
     modes: Annotated[
-        str | None, typer.Option(help="Comma-separated; plain is always measured too.", show_default="all there are")
+        str | None,
+        typer.Option(help="Comma-separated, auto too; plain is always measured.", show_default="all there are"),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Length of every answer.")] = 128,
     repeats: Annotated[int, typer.Option(help="Times every prompt is generated in every mode.")] = 3,
     alpha1: Annotated[float | None, typer.Option(help="Router: see generate.", show_default="0.5")] = None,
     alpha2: Annotated[float | None, typer.Option(help="Router: see generate.", show_default="0.3")] = None,
-    router: Annotated[str, typer.Option(help="Router: see generate.")] = "adaptive",
+    router: Annotated[str | None, typer.Option(help="Router: see generate.", show_default="adaptive")] = None,
+    max_divergence: Annotated[float | None, typer.Option(help="Router: see generate.")] = None,
     threads: Threads = None,
     backend: Backend = ONNXRUNTIME,
     trust_engines: TrustEngines = False,
@@ -47,10 +50,14 @@ def bench(
     wanted = read_prompts(prompts)
     pipeline = load_pipeline(bundle, backend=backend, threads=threads, trust_engines=trust_engines, policy=policy)
     chosen = modes.split(",") if modes else [m for m in MODES if pipeline.bundle.slim or m not in ("cascade", "routed")]
-    if unknown := sorted(set(chosen) - set(MODES)):
-        raise CommandError(f"modes {', '.join(unknown)} are not known; modes are {', '.join(MODES)}")
+    if unknown := sorted(set(chosen) - {AUTO, *MODES}):
+        raise CommandError(f"modes {', '.join(unknown)} are not known; modes are {', '.join((AUTO, *MODES))}")
     if max_new_tokens < 2 or repeats < 1:
         raise CommandError("--max-new-tokens must be 2 or more, --repeats 1 or more")
+    routing: dict[str, Any] = {"router": router, "alpha1": alpha1, "alpha2": alpha2, "max_divergence": max_divergence}
+    options = {name: value for name, value in routing.items() if value is not None}
+    meant = {mode: pipeline.resolve(GenerationConfig(mode=mode, **options)) for mode in chosen}
+    check_writable(json_file, report)
     with progress_bar() as progress:
         samples = run_bench(
             pipeline,
@@ -59,13 +66,14 @@ def bench(
             max_new_tokens=max_new_tokens,
             repeats=repeats,
             progress=progress,
-            alpha1=alpha1,
-            alpha2=alpha2,
-            router=router,
+            **options,
         )
     figures = summarise(samples, wanted)
-    table = comparison(figures)
+    table = comparison(figures, [mode for mode, config in meant.items() if config.mode not in EXACT_MODES])
+    said = {mode: _described(config) for mode, config in meant.items() if config.mode == "routed" or mode == AUTO}
     out.print(table)
+    for mode, text in said.items():
+        out.print(f"{mode}: {text}", highlight=False)
     if json_file:
         write_whole(json_file, json.dumps(figures, indent=1) + "\n")
     if report:
@@ -76,9 +84,20 @@ def bench(
             "drafter": pipeline.bundle.manifest["drafter"]["kind"],
             "machine": f"{machine.processor}, {machine.cores} cores, {platform.system()}",
             "backend": f"{backend}, {'all' if threads is None else threads} threads",
+            **said,
             "measured": f"{len(wanted)} prompts, {max_new_tokens} tokens, {repeats} repeats, greedy, modes in turn",
             "made by": f"via-sd-export {version('via-sd-export')}, {date.today().isoformat()}",
         }
         write_report(report, "Decoding modes", facts, table)
     for file in filter(None, (json_file, report)):
         err.print(f"wrote {file}", highlight=False)
+
+
+def _described(config: GenerationConfig) -> str:
+    """The mode and, of `routed`, what its router goes by."""
+    if config.mode != "routed":
+        return config.mode
+    gates = config.gates()
+    by = "slim's margins" if config.router == CALIBRATED else f"alpha1 {gates.alpha1:g}, alpha2 {gates.alpha2:g}"
+    limit = "" if config.max_divergence is None else f", divergence at most {config.max_divergence:.1%}"
+    return f"routed, router {config.router or 'adaptive'}, {by}{limit}"

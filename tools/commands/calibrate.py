@@ -24,7 +24,7 @@ from via_sd.tools.calibrate import (
     slim_verdict,
     winner_of,
 )
-from via_sd.tools.console import command, err, out, print_json, progress_bar
+from via_sd.tools.console import check_writable, command, err, out, print_json, progress_bar
 from via_sd.tools.options import AsJson, Backend, Threads, TrustEngines
 from via_sd.tools.prompts import read_prompts
 from via_sd.tools.report import comparison
@@ -37,7 +37,8 @@ def calibrate(
     max_divergence: Annotated[
         float | None,
         typer.Option(
-            help="Try routed too, where no more than this share of tokens differs from the full verifier's.",
+            help="Try routed too, where no more than this share of tokens differs from the full verifier's; 0: exact "
+            "modes only.",
             show_default="exact modes only",
             min=0,
             max=1,
@@ -57,7 +58,7 @@ def calibrate(
     wanted = read_prompts(prompts)
     loaded, machine = load_bundle(bundle), this_machine(backend, threads)
     file = out_file or policy_file(loaded, machine)
-    file.parent.mkdir(parents=True, exist_ok=True)  # rather now than when everything was measured
+    check_writable(out_file or loaded.path / file.name)  # rather now than when everything was measured
     with progress_bar() as progress:
         progress("loading", None)
         verifier, drafter = open_engines(loaded, backend, threads=threads, trust_engines=trust_engines)
@@ -82,6 +83,7 @@ def calibrate(
     }
     policy = policy_of(tried, rounds, max_divergence, costs)
     facts = policy_json(loaded, machine, policy, measured)
+    file.parent.mkdir(exist_ok=True)
     write_whole(file, json.dumps(facts, indent=1) + "\n")
     if as_json:
         print_json({"policy": str(file), **facts})
@@ -90,10 +92,13 @@ def calibrate(
     out.print(comparison(rounds.second, [label for label, each in tried.items() if not is_exact(each)]))
     verdict = slim_verdict(tried, rounds.second, max_divergence)
     out.print(f"auto is now [bold]{winner_of(rounds.second, max_divergence)}[/] here. {verdict}", highlight=False)
-    if rounds.router is not None and max_divergence is not None and rounds.router.gate(max_divergence).shut:
+    if rounds.router is not None:
+        shares = ", ".join(f"{share:.1%} ({margin:.2f})" for share, margin in rounds.router.margins.items()) or "none"
+        out.print(f"router calibrated for a divergence (and slim's margin) of: {shares}", highlight=False)
+    if rounds.router is not None and rounds.router.gate(rounds.router.max_divergence).shut:
         err.print(
-            f"the router could not be calibrated for a divergence of {max_divergence:g}: slim and full differed too "
-            "often, or too few tokens were judged; more prompts may help",
+            f"that is none within {max_divergence:.1%}: slim and full differed too often, or too few tokens were "
+            "judged; more prompts may help",
             highlight=False,
         )
     err.print(f"wrote {file}", highlight=False)

@@ -101,6 +101,11 @@ def generate(
         out.print()
     err.print(summary(stream.completion), highlight=False)
     done = stream.completion
+    if done.stats["mode"] == "routed" and done.stats["slim_calls"] == 0:
+        resolved = pipeline.resolve(config)
+        shut = pipeline.router(resolved).shut
+        reason = f"nothing was calibrated for a divergence of {resolved.max_divergence:g}" if shut else "it did not pay"
+        err.print(f"slim was never asked: {reason}", highlight=False)
     if done.finish_reason == "length" and len(done.token_ids) < max_new_tokens:
         full = f"{pipeline.capacity} tokens, {done.prompt_tokens} of them the prompt's"
         err.print(f"the KV buffers are full ({full}): export with a larger --max-seq-len", highlight=False)

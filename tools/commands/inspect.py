@@ -1,4 +1,4 @@
-"""`via-sd-export inspect`: what a bundle or a mask is, for people and as JSON."""
+"""`via-sd-export inspect`: what a bundle, a mask, a policy or engines are, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from via_sd.masks import Mask, read_mask
 from via_sd.runtime import Bundle, load_bundle
-from via_sd.runtime.policy import FOLDER
+from via_sd.runtime.policy import FOLDER, FORMAT
 from via_sd.runtime.tensorrt.files import ENGINES_MANIFEST, parse_manifest
 from via_sd.tools.console import CommandError, command, out, print_json
 from via_sd.tools.options import AsJson
@@ -19,18 +19,20 @@ from via_sd.tools.options import AsJson
 
 @command
 def inspect(
-    path: Annotated[Path, typer.Argument(help="Bundle directory, mask file, or engines: their folder or one plan.")],
+    path: Annotated[
+        Path, typer.Argument(help="Bundle directory, mask file, policy, or engines: their folder or one plan.")
+    ],
     as_json: AsJson = False,
 ) -> None:
-    """Show what a BUNDLE, a MASK or an ENGINE is; a bundle's files are checked against their hashes."""
+    """Show what a BUNDLE, a MASK, an ENGINE or a policy is; a bundle's files are checked against their hashes."""
     if not path.exists():
-        raise CommandError(f"{path} does not exist; wanted a bundle directory, a mask file, or engines")
+        raise CommandError(f"{path} does not exist; wanted a bundle directory, a mask file, a policy, or engines")
     if path.suffix == ".plan" or (path / ENGINES_MANIFEST).is_file():
         facts = _engine_facts(path)
     elif path.is_dir():
         facts = _bundle_facts(load_bundle(path))
     else:
-        facts = _mask_facts(read_mask(path))
+        facts = _policy_facts(path) or _mask_facts(read_mask(path))
     if as_json:
         print_json(facts, ensure_ascii=False)
         return
@@ -85,6 +87,17 @@ def _engine_facts(path: Path) -> dict[str, Any]:
             for name, entry in wanted.items()
         },
     }
+
+
+def _policy_facts(path: Path) -> dict[str, Any] | None:
+    """Of a policy that `calibrate` wrote; None if the file is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        return None
+    return {"kind": "policy", **{key: value for key, value in found.items() if key not in ("format", "measured")}}
 
 
 def _mask_facts(mask: Mask) -> dict[str, Any]:

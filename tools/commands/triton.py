@@ -10,6 +10,7 @@ import typer
 
 from via_sd.runtime import Bundle, GenerationConfig, load_bundle
 from via_sd.runtime.backends import BACKENDS
+from via_sd.runtime.config import CALIBRATED
 from via_sd.tools.console import CommandError, command, err
 
 
@@ -72,7 +73,11 @@ def triton(
     if backend is not None and backend not in BACKENDS:
         raise CommandError(f"backend {backend!r} is not known; backends are {', '.join(BACKENDS)}")
     defaults = _defaults(mode, default or [])
-    _check_defaults(defaults, load_bundle(bundle))
+    config = _check_defaults(defaults, load_bundle(bundle))
+    if layout is Layout.tiers and config.router == CALIBRATED:
+        raise CommandError(
+            "router calibrated goes by calibrate, which the graphs of --layout tiers do not pass through"
+        )
     options = ServingOptions(
         defaults=defaults,
         backend=backend,
@@ -106,7 +111,7 @@ def _defaults(mode: str | None, given: list[str]) -> dict[str, str]:
     return defaults
 
 
-def _check_defaults(defaults: dict[str, str], bundle: Bundle) -> None:
+def _check_defaults(defaults: dict[str, str], bundle: Bundle) -> GenerationConfig:
     """Refuses what the model would refuse when it is loaded, or with every request."""
     from via_sd.export.triton.serving.contract import RUNTIME_NAMES, parse_default
 
@@ -117,3 +122,4 @@ def _check_defaults(defaults: dict[str, str], bundle: Bundle) -> None:
     config = GenerationConfig(**options)
     if config.mode in ("cascade", "routed") and bundle.slim is None:
         raise CommandError(f"mode {config.mode} needs a slim-verifier, and {bundle.path} was exported without a mask")
+    return config
