@@ -59,7 +59,7 @@ def demo(
     out.print(comparison(summarise(samples, PROMPTS)))
     out.print(
         "A 135M model has few layers to spare, so its slim-verifier disagrees often and the middle tier does not pay "
-        "here; larger models are what it is for.",
+        "here: routed, as it is by default, leaves it out. Larger models are what it is for.",
         style="dim",
     )
 
@@ -81,8 +81,10 @@ def _skipped(pipeline: Pipeline) -> str:
 
 
 def _show(pipeline: Pipeline, mode: str, max_new_tokens: int) -> None:
-    out.rule(f"[bold]{mode}[/]", align="left")
-    stream = pipeline.stream(PROMPTS[-1].text, mode=mode, max_new_tokens=max_new_tokens, audit_tail=True)
+    # The default router leaves slim out where it does not pay; here every tier is to be seen.
+    router = "paper" if mode == "routed" else None
+    out.rule(f"[bold]{mode}[/]" + (f", router {router}" if router else ""), align="left")
+    stream = pipeline.stream(PROMPTS[-1].text, mode=mode, router=router, max_new_tokens=max_new_tokens, audit_tail=True)
     for chunk in stream:
         show(chunk)
     out.print()
