@@ -13,6 +13,7 @@ from via_sd.export.errors import ExportError
 from via_sd.export.passes.attention_semantics import semantics_of
 from via_sd.export.reference import load_reference
 from via_sd.export.source_graph import SourceGraph, run_source
+from via_sd.export.stepper import Stepper
 
 #: Largest logit difference allowed in float32, as a share of the largest logit (at least 10).
 FP32_TOLERANCE = 1e-4
@@ -143,36 +144,22 @@ def run_steps(
     graph: Path, tokens: np.ndarray, chunks: Sequence[int], max_seq_len: int
 ) -> Iterator[dict[str, np.ndarray]]:
     """Feed `tokens` to the full tier in steps of `chunks` tokens; every output but the KV, by name, after each step."""
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
-    kv: dict[str, ort.OrtValue] = {}
-    wanted = [value.name for value in session.get_outputs() if not value.name.startswith("present.")]
+    stepper = Stepper(graph)
+    keep: dict[str, np.ndarray] = {}
+    for value in stepper.session.get_inputs():
+        if value.name == "keep":
+            keep["keep"] = np.ones(value.shape, bool)
+        elif value.name.startswith("past_key_values."):
+            present = value.name.replace("past_key_values", "present")
+            stepper.hold(value.name, present, [1, value.shape[1], max_seq_len, value.shape[3]])
+    wanted = [value.name for value in stepper.session.get_outputs() if not value.name.startswith("present.")]
     past = 0
     for size in chunks:
-        feeds = {
+        feeds: dict[str, np.ndarray] = {
             "input_ids": tokens[None, past : past + size].astype(np.int64),
             "last_position": np.array([past + size - 1], np.int32),
             "total_length": np.array(past + size, np.int32),
             "num_logits": np.array([size], np.int64),
         }
-        binding = session.io_binding()
-        for value in session.get_inputs():
-            if value.name == "keep":
-                feeds["keep"] = np.ones(value.shape, bool)
-            elif value.name.startswith("past_key_values."):
-                if value.name not in kv:
-                    shape = [1, value.shape[1], max_seq_len, value.shape[3]]
-                    kv[value.name] = ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32))
-                binding.bind_ortvalue_input(value.name, kv[value.name])
-                binding.bind_ortvalue_output(value.name.replace("past_key_values", "present"), kv[value.name])
-        for name, array in feeds.items():
-            binding.bind_cpu_input(name, array)
-        for name in wanted:
-            binding.bind_output(name, "cpu")
-        session.run_with_iobinding(binding)
-        found = binding.get_outputs()[-len(wanted) :]
-        yield {name: value.numpy().copy() for name, value in zip(wanted, found, strict=True)}
+        yield stepper.step(feeds | keep, wanted)
         past += size

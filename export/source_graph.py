@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from via_sd.export.errors import ExportError
+from via_sd.export.stepper import Stepper
 
 
 @dataclass(frozen=True)
@@ -40,32 +41,20 @@ def run_source(source: SourceGraph, tokens: np.ndarray, chunks: Sequence[int], m
     Raises:
         ExportError: ONNX Runtime cannot load or run the graph.
     """
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    capacity = max(max_seq_len, source.window)
     heads, size = source.kv_shape
-    kv = [
-        (past, present, ort.OrtValue.ortvalue_from_numpy(np.zeros((1, heads, capacity, size), np.float32)))
-        for past, present in source.kv
-    ]
+    shape = (1, heads, max(max_seq_len, source.window), size)
     rows: list[np.ndarray] = []
     past = 0
     try:
-        session = ort.InferenceSession(str(source.file), options, providers=["CPUExecutionProvider"])
+        stepper = Stepper(source.file)
+        for before, after in source.kv:
+            stepper.hold(before, after, shape)
         for count in chunks:
-            binding = session.io_binding()
-            binding.bind_cpu_input(source.input_ids, tokens[None, past : past + count].astype(np.int64))
+            feeds = {source.input_ids: tokens[None, past : past + count].astype(np.int64)}
             past += count
             if source.attention_mask is not None:
-                binding.bind_cpu_input(source.attention_mask, np.ones((1, past), np.int64))
-            for name, after, buffer in kv:
-                binding.bind_ortvalue_input(name, buffer)
-                binding.bind_ortvalue_output(after, buffer)
-            binding.bind_output(source.logits, "cpu")
-            session.run_with_iobinding(binding)
-            rows.append(binding.get_outputs()[-1].numpy()[0].copy())
+                feeds[source.attention_mask] = np.ones((1, past), np.int64)
+            rows.append(stepper.step(feeds, [source.logits])[source.logits][0])
     except Exception as error:  # noqa: BLE001 - ONNX Runtime has no public base class of its errors
         reason = str(error).splitlines()[0]
         raise ExportError(f"ONNX Runtime cannot run {source.file}: {reason}; export it again") from None

@@ -14,6 +14,7 @@ from typing import Any
 
 from via_sd.runtime.backends import ON_CPU, ONNXRUNTIME
 from via_sd.runtime.bundle import Bundle
+from via_sd.runtime.config import CALIBRATED
 from via_sd.runtime.errors import BundleError
 from via_sd.runtime.modes import EXACT_MODES, MODES
 from via_sd.runtime.router import CalibratedRouter
@@ -71,7 +72,7 @@ class Policy:
     def __post_init__(self) -> None:
         if self.auto["mode"] not in MODES or self.exact not in EXACT_MODES:
             raise ValueError(f"modes {self.auto['mode']!r} and {self.exact!r}")
-        if self.auto.get("router") == "calibrated" and self.router is None:
+        if self.auto.get("router") == CALIBRATED and self.router is None:
             raise ValueError("auto goes by a calibrated router, and there is none")
         costs = [*self.full_cost.values(), self.slim_cost or 1.0, self.draft_cost or 1.0]
         if 1 not in self.full_cost or len(self.full_cost) < 2 or not all(0 < cost < float("inf") for cost in costs):

@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from via_sd.runtime import EXACT_MODES, Bundle, Pipeline
+from via_sd.runtime.config import CALIBRATED
 from via_sd.runtime.engine import FULL, Engine
 from via_sd.runtime.policy import Policy
 from via_sd.runtime.router import CalibratedRouter
@@ -26,7 +27,7 @@ from via_sd.tools.step_times import step_times
 ALPHA2 = (0.3, 0.5, 0.7, 0.9)
 SPECULATIVE = "speculative"
 #: The label of the router that is calibrated on the first round.
-CALIBRATED = "routed, calibrated"
+BY_MARGIN = "routed, calibrated"
 #: Tokens of each answer in the first round.
 FIRST_ROUND_TOKENS = 48
 #: What a candidate has to gain over a simpler one to be preferred.
@@ -95,7 +96,7 @@ def candidates(bundle: Bundle, max_divergence: float | None) -> dict[str, dict[s
         routed = {"mode": "routed", "max_divergence": max_divergence}
         found["routed, paper"] = {**routed, "router": "paper"}
         found |= {f"routed, alpha2 {alpha2}": {**routed, "alpha2": alpha2} for alpha2 in ALPHA2}
-        found[CALIBRATED] = {**routed, "router": "calibrated"}
+        found[BY_MARGIN] = {**routed, "router": CALIBRATED}
     return found
 
 
@@ -125,15 +126,15 @@ def run_rounds(
     finalists = [label for label in tried if is_exact(tried[label])]
     first: dict[str, dict[str, Any]] = {}
     router = None
-    if max_divergence and CALIBRATED in tried:
-        gates = [label for label in tried if label not in (*finalists, CALIBRATED)]
+    if max_divergence and BY_MARGIN in tried:
+        gates = [label for label in tried if label not in (*finalists, BY_MARGIN)]
         samples = round_of(gates, min(max_new_tokens, FIRST_ROUND_TOKENS), 1, "first", keep_margins=True)
         first = summarise(samples, prompts)
         fitting = [label for label in gates if _keeps_to(first[label], max_divergence)]
         finalists += sorted(fitting, key=lambda label: -_speed(first[label]))[:1]
         router = calibrate_router(judged_once(samples), max_divergence)
         if not router.gate(max_divergence).shut:
-            finalists.append(CALIBRATED)
+            finalists.append(BY_MARGIN)
             assert pipeline.policy is not None
             pipeline.policy = replace(pipeline.policy, router=router)
     second = round_of(finalists, max_new_tokens, repeats, "second")

@@ -54,8 +54,7 @@ def bench(
         raise CommandError(f"modes {', '.join(unknown)} are not known; modes are {', '.join((AUTO, *MODES))}")
     if max_new_tokens < 2 or repeats < 1:
         raise CommandError("--max-new-tokens must be 2 or more, --repeats 1 or more")
-    routing: dict[str, Any] = {"router": router, "alpha1": alpha1, "alpha2": alpha2, "max_divergence": max_divergence}
-    options = {name: value for name, value in routing.items() if value is not None}
+    options: dict[str, Any] = {"router": router, "alpha1": alpha1, "alpha2": alpha2, "max_divergence": max_divergence}
     meant = {mode: pipeline.resolve(GenerationConfig(mode=mode, **options)) for mode in chosen}
     check_writable(json_file, report)
     with progress_bar() as progress:

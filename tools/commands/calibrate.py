@@ -95,12 +95,12 @@ def calibrate(
     if rounds.router is not None:
         shares = ", ".join(f"{share:.1%} ({margin:.2f})" for share, margin in rounds.router.margins.items()) or "none"
         out.print(f"router calibrated for a divergence (and slim's margin) of: {shares}", highlight=False)
-    if rounds.router is not None and rounds.router.gate(rounds.router.max_divergence).shut:
-        err.print(
-            f"that is none within {max_divergence:.1%}: slim and full differed too often, or too few tokens were "
-            "judged; more prompts may help",
-            highlight=False,
-        )
+        if rounds.router.gate(rounds.router.max_divergence).shut:
+            err.print(
+                f"that is none within {max_divergence:.1%}: slim and full differed too often, or too few tokens were "
+                "judged; more prompts may help",
+                highlight=False,
+            )
     err.print(f"wrote {file}", highlight=False)
 
 

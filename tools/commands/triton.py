@@ -73,11 +73,7 @@ def triton(
     if backend is not None and backend not in BACKENDS:
         raise CommandError(f"backend {backend!r} is not known; backends are {', '.join(BACKENDS)}")
     defaults = _defaults(mode, default or [])
-    config = _check_defaults(defaults, load_bundle(bundle))
-    if layout is Layout.tiers and config.router == CALIBRATED:
-        raise CommandError(
-            "router calibrated goes by calibrate, which the graphs of --layout tiers do not pass through"
-        )
+    _check_defaults(defaults, load_bundle(bundle), layout)
     options = ServingOptions(
         defaults=defaults,
         backend=backend,
@@ -111,7 +107,7 @@ def _defaults(mode: str | None, given: list[str]) -> dict[str, str]:
     return defaults
 
 
-def _check_defaults(defaults: dict[str, str], bundle: Bundle) -> GenerationConfig:
+def _check_defaults(defaults: dict[str, str], bundle: Bundle, layout: Layout) -> None:
     """Refuses what the model would refuse when it is loaded, or with every request."""
     from via_sd.export.triton.serving.contract import RUNTIME_NAMES, parse_default
 
@@ -122,4 +118,7 @@ def _check_defaults(defaults: dict[str, str], bundle: Bundle) -> GenerationConfi
     config = GenerationConfig(**options)
     if config.mode in ("cascade", "routed") and bundle.slim is None:
         raise CommandError(f"mode {config.mode} needs a slim-verifier, and {bundle.path} was exported without a mask")
-    return config
+    if layout is Layout.tiers and config.router == CALIBRATED:
+        raise CommandError(
+            "router calibrated goes by calibrate, which the graphs of --layout tiers do not pass through"
+        )
