@@ -41,11 +41,8 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# mypy cannot follow an editable install of a namespace package: it reads an installed copy.
 types: setup
-	rm -rf build/types
-	$(BIN)/python -m pip install -q --no-deps --target build/types .
-	MYPYPATH=build/types $(BIN)/mypy
+	$(BIN)/mypy
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

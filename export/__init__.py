@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from via_sd.export.errors import ExportError, UnsupportedModelError
+from via_sd.errors import ExportError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from via_sd.export.bundle import PRECISIONS, export_bundle
+    from via_sd.export.writer.bundle import PRECISIONS, export_bundle
 else:
 
     def __getattr__(name: str) -> Any:
         if name not in ("PRECISIONS", "export_bundle"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
-            from via_sd.export import bundle
+            from via_sd.export.writer import bundle
         except ModuleNotFoundError as error:
             if error.name is None or error.name.startswith("via_sd"):
                 raise

@@ -1,5 +1,6 @@
-"""What to skip: mask files and the search for masks. Imports nothing else of ours."""
+"""What to skip: mask files and the search for masks. Imports nothing of ours but errors and files."""
 
+from via_sd.errors import MaskError
 from via_sd.masks.delta import Delta, LookupDistributions, delta_criterion
 from via_sd.masks.distributions import CompactDistributions
 from via_sd.masks.evaluator import DistributionEvaluator, Evaluation, Evaluator, MaskedModel
@@ -7,7 +8,6 @@ from via_sd.masks.ledger import Record, improvements, refuse_unfinished
 from via_sd.masks.maskfile import (
     SCHEMA,
     Mask,
-    MaskError,
     MaskFormat,
     ModelIdentity,
     parse_mask,

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from via_sd.errors import MaskError
+from via_sd.files import write_whole
 from via_sd.masks.evaluator import Evaluator
-from via_sd.masks.files import write_whole
-from via_sd.masks.maskfile import MaskError
 from via_sd.masks.space import Selection, Space
 
 FORMAT = "via-sd-search"

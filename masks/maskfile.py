@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from via_sd.masks.files import write_whole
+from via_sd.errors import MaskError
+from via_sd.files import write_whole
 
 FORMAT = "via-sd-mask"
 VERSION = 1
@@ -43,10 +44,6 @@ SCHEMA: dict[str, Any] = {
         "search": {"type": "object"},
     },
 }
-
-
-class MaskError(ValueError):
-    """A mask that cannot be read, or does not fit the model it is meant for."""
 
 
 @dataclass(frozen=True)

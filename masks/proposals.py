@@ -8,8 +8,8 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
+from via_sd.errors import MaskError
 from via_sd.masks.ledger import Record
-from via_sd.masks.maskfile import MaskError
 from via_sd.masks.space import Selection, Space
 
 #: Suggestions that the optimiser is asked for; the units it names most often are skipped.

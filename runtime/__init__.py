@@ -1,12 +1,34 @@
 """Bundle -> text. Needs numpy, tokenizers and an engine; never torch, transformers or onnx."""
 
-from via_sd.runtime.bundle import Bundle, load_bundle
-from via_sd.runtime.completion import Chunk, Completion, TokenLogprobs
-from via_sd.runtime.config import GenerationConfig
-from via_sd.runtime.errors import BundleError, BusyError, RequestError, ViaSdError
-from via_sd.runtime.modes import EXACT_MODES, MODES
-from via_sd.runtime.pipeline import Pipeline
-from via_sd.runtime.stream import CompletionStream
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from via_sd.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from via_sd.contract.manifest import Bundle, load_bundle
+    from via_sd.errors import BundleError, BusyError, RequestError, ViaSdError
+    from via_sd.runtime.decoding.modes import EXACT_MODES, MODES
+    from via_sd.runtime.generation.api import generate, load, stream
+    from via_sd.runtime.generation.completion import Chunk, Completion, TokenLogprobs
+    from via_sd.runtime.generation.config import GenerationConfig
+    from via_sd.runtime.generation.pipeline import Pipeline
+    from via_sd.runtime.generation.stream import CompletionStream
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            **dict.fromkeys(("Bundle", "load_bundle"), "via_sd.contract.manifest"),
+            **dict.fromkeys(("BundleError", "BusyError", "RequestError", "ViaSdError"), "via_sd.errors"),
+            **dict.fromkeys(("EXACT_MODES", "MODES"), "via_sd.runtime.decoding.modes"),
+            **dict.fromkeys(("generate", "load", "stream"), "via_sd.runtime.generation.api"),
+            **dict.fromkeys(("Chunk", "Completion", "TokenLogprobs"), "via_sd.runtime.generation.completion"),
+            "GenerationConfig": "via_sd.runtime.generation.config",
+            "Pipeline": "via_sd.runtime.generation.pipeline",
+            "CompletionStream": "via_sd.runtime.generation.stream",
+        },
+    )
 
 __all__ = [
     "EXACT_MODES",
@@ -22,5 +44,8 @@ __all__ = [
     "RequestError",
     "TokenLogprobs",
     "ViaSdError",
+    "generate",
+    "load",
     "load_bundle",
+    "stream",
 ]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny
+from tests.support import tiny
 
 
 @pytest.fixture(scope="session")

@@ -1,1 +1,1 @@
-"""The command line, benchmarks and the demo; imports everything, imported by nothing."""
+"""What a user runs over bundles: the command line, and search, calibration, bench and validation for Python."""

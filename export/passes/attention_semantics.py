@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from via_sd.export.errors import UnsupportedModelError
+from via_sd.errors import UnsupportedModelError
 
 
 @dataclass(frozen=True)

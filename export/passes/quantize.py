@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from via_sd.export.errors import UnsupportedModelError
+from via_sd.errors import UnsupportedModelError
 from via_sd.export.passes.block_scales import refine_int4
 
 #: Entry of a value's metadata: the name of the initializer whose bytes it shares (same bytes, another shape).

@@ -17,7 +17,7 @@ from typing import Literal
 
 import onnx_ir as ir
 
-from via_sd.export.errors import UnsupportedModelError
+from via_sd.errors import UnsupportedModelError
 
 SublayerKind = Literal["attention", "mlp"]
 

@@ -20,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from via_sd.export.errors import UnsupportedModelError
+from via_sd.errors import UnsupportedModelError
 from via_sd.export.passes.step_inputs import LAST_POSITION, TOTAL_LENGTH
 from via_sd.export.portable.constants import add, int64_constant, named_constant
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from via_sd.export.errors import ExportError
+from via_sd.errors import ExportError
 
 
 class CastPass(ir.passes.InPlacePass):

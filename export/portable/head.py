@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from via_sd.export.errors import UnsupportedModelError
+from via_sd.errors import UnsupportedModelError
 from via_sd.export.passes.step_inputs import NUM_LOGITS
 from via_sd.export.portable.constants import add
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from via_sd.export.errors import UnsupportedModelError
+from via_sd.errors import UnsupportedModelError
 from via_sd.export.passes.prune import PrunePass
 from via_sd.export.portable.attention import AttentionPass
 from via_sd.export.portable.cast import CastPass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from via_sd.export.errors import UnsupportedModelError
+from via_sd.errors import UnsupportedModelError
 from via_sd.export.portable.constants import add
 
 _MEAN, _INVERSE_DEVIATION, _SUM = 1, 2, 3

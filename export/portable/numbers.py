@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from via_sd.export.errors import UnsupportedModelError
+from via_sd.errors import UnsupportedModelError
 from via_sd.export.portable.constants import add, int64_constant, named_constant
 
 CANDIDATES = "candidates"

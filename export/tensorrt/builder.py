@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from via_sd.export.errors import ExportError
+from via_sd.errors import ExportError
 from via_sd.export.portable import CACHE_SLOTS, CANDIDATES, LOGIT_ROWS, POSITION_IDS
 from via_sd.export.tensorrt.library import Library
 from via_sd.export.tensorrt.log import BuildLog

@@ -22,8 +22,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from via_sd.export.bundle import hash_files
-from via_sd.export.errors import ExportError
+from via_sd.errors import ExportError
 from via_sd.export.portable import portable_dtype, to_portable
 from via_sd.export.tensorrt.builder import BuildOptions, build_plan
 from via_sd.export.tensorrt.library import RTX, Library, host_platform, load_library
@@ -49,6 +48,7 @@ from via_sd.export.tensorrt.weights import (
     weights_as_inputs,
     write_shared_weights,
 )
+from via_sd.export.writer.bundle import hash_files
 
 #: Called with (what is being done, how much of it is done, 0 to 1 or None when unknown).
 Progress = Callable[[str, float | None], None]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from via_sd.export.errors import ExportError
+from via_sd.errors import ExportError
 
 RTX, TENSORRT = "tensorrt-rtx", "tensorrt"
 _MODULES = {RTX: "tensorrt_rtx", TENSORRT: "tensorrt"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from via_sd.export.errors import ExportError, UnsupportedModelError
+from via_sd.errors import ExportError, UnsupportedModelError
 from via_sd.export.tensorrt.library import Library
 from via_sd.export.tensorrt.log import BuildLog
 

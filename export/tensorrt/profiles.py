@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from via_sd.export.errors import ExportError
+from via_sd.errors import ExportError
 
 #: Tokens of a verify step: a draft block, and at most what `max_lag` lets pile up plus a block.
 DEFAULT_TOKENS = (1, 8, 96)

@@ -12,11 +12,11 @@ from typing import Any
 import onnx_ir as ir
 import xxhash
 
-from via_sd.export.bundle import FORMAT, MANIFEST, lower
-from via_sd.export.bundle import VERSION as BUNDLE_VERSION
-from via_sd.export.errors import ExportError
-from via_sd.export.frontend import open_checkpoint
-from via_sd.export.weights import load_graph
+from via_sd.errors import ExportError
+from via_sd.export.sources.checkpoint import open_checkpoint
+from via_sd.export.writer.bundle import FORMAT, MANIFEST, lower
+from via_sd.export.writer.bundle import VERSION as BUNDLE_VERSION
+from via_sd.export.writer.weights import load_graph
 from via_sd.masks import Mask, ModelIdentity, parse_mask
 
 VERIFIER, DRAFTER = "verifier", "drafter"

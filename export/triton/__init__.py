@@ -1,7 +1,7 @@
 """From a bundle to a model repository that Triton Inference Server loads."""
 
+from via_sd.errors import RepositoryError
 from via_sd.export.triton.config import ServingOptions
-from via_sd.export.triton.errors import RepositoryError
 from via_sd.export.triton.repository import write_repository
 from via_sd.export.triton.tiers import write_tiers
 

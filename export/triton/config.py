@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from via_sd.export.triton.errors import RepositoryError
+from via_sd.contract.served_model import (
+    CONTRACT,
+    INPUTS,
+    OUTPUTS,
+    WRITTEN_BY,
+    TensorSpec,
+    contract_digest,
+    parse_default,
+)
+from via_sd.errors import RepositoryError
 from via_sd.export.triton.pbtxt import Message, Word, string_map, to_pbtxt
-from via_sd.export.triton.serving.contract import INPUTS, OUTPUTS, TensorSpec, parse_default
+from via_sd.version import __version__
 
 WARMUP_FOLDER = "warmup"
 WARMUP_PROMPT = "Hello"
@@ -20,7 +29,7 @@ class ServingOptions:
 
     Attributes:
         defaults: what requests leave out, as texts by name (`mode`, `max_tokens`, `max_divergence`, …; see
-            `serving.contract.DEFAULTS`).
+            `contract.DEFAULTS`).
         backend: what runs the graphs, as the runtime calls it (`onnxruntime`, `tensorrt`, …); its default if None.
         trust_engines: whether TensorRT engines may run that were not built where the server runs.
         slots: sequences that run at once in one instance, each with KV buffers of its own.
@@ -97,7 +106,13 @@ def model_config(
         warm_up: whether every instance answers a short request before the model is ready.
         extra: further parameters.
     """
-    parameters = {"bundle": bundle, **options.parameters(), **(extra or {})}
+    parameters = {
+        "bundle": bundle,
+        WRITTEN_BY: __version__,
+        CONTRACT: contract_digest(),
+        **options.parameters(),
+        **(extra or {}),
+    }
     if options.environment:
         parameters["EXECUTION_ENV_PATH"] = options.environment
     config: dict[str, Message | list[Message] | str | int] = {

@@ -1,4 +1,4 @@
-"""Write a model repository: the model's folder with its configuration, its source, and the bundle."""
+"""Write a model repository: the model's folder with its configuration, `model.py`, and the bundle."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from via_sd.errors import RepositoryError
 from via_sd.export.triton.config import WARMUP_FOLDER, ServingOptions, model_config, warm_up_files
-from via_sd.export.triton.errors import RepositoryError
 
 MANIFEST = "bundle.json"
-SERVING_PACKAGE = "via_sd_serving"
-_MODEL = f'''"""What Triton's Python backend loads; the source is in `{SERVING_PACKAGE}` beside this file."""
+_MODEL = '''"""What Triton's Python backend loads: the served model of the installed via-sd-export."""
 
-from {SERVING_PACKAGE}.backend import TritonPythonModel
+try:
+    from via_sd.runtime.triton.backend import TritonPythonModel
+except ImportError as error:
+    raise ImportError(
+        f"this model runs on via-sd-export, which the server's Python cannot import ({error}): install the package "
+        "with the extra [cpu] or [gpu] into the environment that runs the Python backend"
+    ) from None
 
 __all__ = ["TritonPythonModel"]
 '''
@@ -65,11 +69,10 @@ def write_repository(
 
 
 def write_model(folder: Path, config: str, *, warm_up: bool) -> None:
-    """Writes into a model's folder everything but the bundle: configuration, source, files of the warm-up request."""
+    """Writes into a model's folder everything but the bundle: configuration, `model.py`, the warm-up request."""
     (folder / "config.pbtxt").write_text(config, encoding="utf-8")
     version = folder / "1"
-    serving = Path(str(resources.files("via_sd.export.triton") / "serving"))
-    shutil.copytree(serving, version / SERVING_PACKAGE, ignore=shutil.ignore_patterns("__pycache__", "py.typed"))
+    version.mkdir(exist_ok=True)
     (version / "model.py").write_text(_MODEL, encoding="utf-8")
     if warm_up:
         (folder / WARMUP_FOLDER).mkdir()

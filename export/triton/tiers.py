@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from via_sd.errors import RepositoryError
 from via_sd.export.triton.config import ServingOptions, model_config
-from via_sd.export.triton.errors import RepositoryError
 from via_sd.export.triton.pbtxt import Message, Word, string_map, to_pbtxt
 from via_sd.export.triton.repository import MANIFEST, new_model, read_manifest, write_model
 

@@ -17,10 +17,10 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from via_sd.export import check
-from via_sd.export.bundle import lower
-from via_sd.export.frontend import Checkpoint, open_checkpoint
-from via_sd.export.weights import save_graph, write_weights
+from via_sd.export.sources.checkpoint import Checkpoint, open_checkpoint
+from via_sd.export.writer import check
+from via_sd.export.writer.bundle import lower
+from via_sd.export.writer.weights import save_graph, write_weights
 
 WINDOW = 32
 CAPACITY = 128

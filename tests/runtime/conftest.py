@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.pipelines import WatchedPipeline
+from tests.support.pipelines import WatchedPipeline
 
 
 @pytest.fixture(scope="session")

@@ -11,16 +11,16 @@ from typing import Annotated, Any
 
 import typer
 
-from via_sd.masks.files import write_whole
+from via_sd.files import write_whole
 from via_sd.runtime import EXACT_MODES, MODES, GenerationConfig
-from via_sd.runtime.backends import ONNXRUNTIME
-from via_sd.runtime.config import AUTO, CALIBRATED
-from via_sd.runtime.policy import this_machine
-from via_sd.tools.bench import run_bench, settings_of, summarise
-from via_sd.tools.console import CommandError, check_writable, command, err, out, progress_bar
-from via_sd.tools.options import Backend, PolicyFile, Threads, TrustEngines, load_pipeline
-from via_sd.tools.prompts import read_prompts
-from via_sd.tools.report import comparison, write_report
+from via_sd.runtime.engines.backends import ONNXRUNTIME
+from via_sd.runtime.generation.config import AUTO, CALIBRATED
+from via_sd.runtime.generation.policy import this_machine
+from via_sd.tools.bench.prompts import read_prompts
+from via_sd.tools.bench.report import comparison, write_report
+from via_sd.tools.bench.run import run_bench, settings_of, summarise
+from via_sd.tools.commands.console import CommandError, check_writable, command, err, out, progress_bar
+from via_sd.tools.commands.options import Backend, PolicyFile, Threads, TrustEngines, load_pipeline
 
 
 @command

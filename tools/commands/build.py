@@ -10,9 +10,9 @@ import typer
 from rich.table import Table
 
 from via_sd.runtime import load_bundle
-from via_sd.runtime.tensorrt.trust import built_here, record_built, record_file
-from via_sd.tools.console import CommandError, command, err, out, print_json, progress_bar
-from via_sd.tools.options import AsJson
+from via_sd.runtime.engines.trust import built_here, record_built, record_file
+from via_sd.tools.commands.console import CommandError, command, err, out, print_json, progress_bar
+from via_sd.tools.commands.options import AsJson
 
 if TYPE_CHECKING:
     from via_sd.export.tensorrt import EngineSet

@@ -9,12 +9,14 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from via_sd.masks.files import write_whole
+from via_sd.files import write_whole
 from via_sd.runtime import load_bundle
-from via_sd.runtime.backends import ONNXRUNTIME, open_engines
-from via_sd.runtime.engine import FULL
-from via_sd.runtime.policy import policy_file, policy_json, this_machine
-from via_sd.tools.calibrate import (
+from via_sd.runtime.engines.backends import ONNXRUNTIME, open_engines
+from via_sd.runtime.engines.protocol import FULL
+from via_sd.runtime.generation.policy import policy_file, policy_json, this_machine
+from via_sd.tools.bench.prompts import read_prompts
+from via_sd.tools.bench.report import comparison
+from via_sd.tools.calibration.calibrate import (
     candidates,
     is_exact,
     measure_costs,
@@ -24,10 +26,8 @@ from via_sd.tools.calibrate import (
     slim_verdict,
     winner_of,
 )
-from via_sd.tools.console import check_writable, command, err, out, print_json, progress_bar
-from via_sd.tools.options import AsJson, Backend, Threads, TrustEngines
-from via_sd.tools.prompts import read_prompts
-from via_sd.tools.report import comparison
+from via_sd.tools.commands.console import check_writable, command, err, out, print_json, progress_bar
+from via_sd.tools.commands.options import AsJson, Backend, Threads, TrustEngines
 
 
 @command

@@ -11,12 +11,12 @@ import typer
 
 from via_sd.masks import parse_mask, write_mask
 from via_sd.runtime import MODES, Pipeline
-from via_sd.tools.bench import run_bench, settings_of, summarise
+from via_sd.tools.bench.prompts import Prompt
+from via_sd.tools.bench.report import comparison
+from via_sd.tools.bench.run import run_bench, settings_of, summarise
+from via_sd.tools.commands.console import command, err, out, progress_bar
 from via_sd.tools.commands.generate import show, summary
-from via_sd.tools.console import command, err, out, progress_bar
-from via_sd.tools.prompts import Prompt
-from via_sd.tools.report import comparison
-from via_sd.tools.smollm2 import cache_directory, fetch_smollm2
+from via_sd.tools.demo.smollm2 import cache_directory, fetch_smollm2
 
 #: One prompt of each kind a drafter behaves differently on.
 PROMPTS = (
@@ -69,7 +69,7 @@ def _export(bundle: Path, progress: Any) -> None:
 
     gguf = fetch_smollm2(progress)
     mask = cache_directory() / "smollm2-135m.mask.json"
-    source = files("via_sd.tools").joinpath("smollm2-135m.mask.json")
+    source = files("via_sd.tools.demo").joinpath("smollm2-135m.mask.json")
     write_mask(parse_mask(json.loads(source.read_text(encoding="utf-8"))), mask)
     export_bundle(gguf, bundle, masks=[mask], max_seq_len=2048, progress=progress)
 

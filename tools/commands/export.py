@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from via_sd.tools.console import command, err, progress_bar
+from via_sd.tools.commands.console import command, err, progress_bar
 
 
 class Precision(str, Enum):

@@ -11,9 +11,9 @@ from rich.style import Style
 from rich.text import Text
 
 from via_sd.runtime import Chunk, Completion, GenerationConfig
-from via_sd.runtime.backends import ONNXRUNTIME
-from via_sd.tools.console import command, err, out, print_json
-from via_sd.tools.options import AsJson, Backend, PolicyFile, Threads, TrustEngines, load_pipeline
+from via_sd.runtime.engines.backends import ONNXRUNTIME
+from via_sd.tools.commands.console import command, err, out, print_json
+from via_sd.tools.commands.options import AsJson, Backend, PolicyFile, Threads, TrustEngines, load_pipeline
 
 #: Colour of a token by its tier.
 TIER_STYLES = {"draft": "green", "slim": "yellow", "full": "default"}

@@ -11,10 +11,10 @@ from rich.table import Table
 
 from via_sd.masks import Mask, read_mask
 from via_sd.runtime import Bundle, load_bundle
-from via_sd.runtime.policy import FOLDER, FORMAT
-from via_sd.runtime.tensorrt.files import ENGINES_MANIFEST, parse_manifest
-from via_sd.tools.console import CommandError, command, out, print_json
-from via_sd.tools.options import AsJson
+from via_sd.runtime.engines.engine_files import ENGINES_MANIFEST, parse_manifest
+from via_sd.runtime.generation.policy import FOLDER, FORMAT
+from via_sd.tools.commands.console import CommandError, command, out, print_json
+from via_sd.tools.commands.options import AsJson
 
 
 @command

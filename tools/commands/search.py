@@ -23,13 +23,20 @@ from via_sd.masks import (
     write_mask,
 )
 from via_sd.masks import search as search_masks
-from via_sd.tools.calibration import DEFAULT_WINDOW
-from via_sd.tools.console import CommandError, command, err, out, print_json, progress_bar
-from via_sd.tools.evaluator import Progress, SearchModel, file_text, greedy_texts, load_search_model, open_evaluator
-from via_sd.tools.options import AsJson, Threads
-from via_sd.tools.plots import plot_front, plot_search, pyplot
-from via_sd.tools.prompts import read_prompts
-from via_sd.tools.search_front import FrontPoint, Measurements, drafter_distributions
+from via_sd.tools.bench.prompts import read_prompts
+from via_sd.tools.commands.console import CommandError, command, err, out, print_json, progress_bar
+from via_sd.tools.commands.options import AsJson, Threads
+from via_sd.tools.search.evaluator import (
+    Progress,
+    SearchModel,
+    file_text,
+    greedy_texts,
+    load_search_model,
+    open_evaluator,
+)
+from via_sd.tools.search.front import FrontPoint, Measurements, drafter_distributions
+from via_sd.tools.search.plots import plot_front, plot_search, pyplot
+from via_sd.tools.search.text import DEFAULT_WINDOW
 
 _VERSIONS_OF = ("via-sd-export", "numpy", "onnxruntime", "optuna")
 

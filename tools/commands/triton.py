@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from via_sd.runtime import Bundle, GenerationConfig, load_bundle
-from via_sd.runtime.backends import BACKENDS
-from via_sd.runtime.config import CALIBRATED
-from via_sd.tools.console import CommandError, command, err
+from via_sd.runtime.engines.backends import BACKENDS
+from via_sd.runtime.generation.config import CALIBRATED
+from via_sd.tools.commands.console import CommandError, command, err
 
 
 class Layout(str, Enum):
@@ -109,7 +109,7 @@ def _defaults(mode: str | None, given: list[str]) -> dict[str, str]:
 
 def _check_defaults(defaults: dict[str, str], bundle: Bundle, layout: Layout) -> None:
     """Refuses what the model would refuse when it is loaded, or with every request."""
-    from via_sd.export.triton.serving.contract import RUNTIME_NAMES, parse_default
+    from via_sd.contract.served_model import RUNTIME_NAMES, parse_default
 
     try:
         options: dict[str, Any] = {RUNTIME_NAMES.get(n, n): parse_default(n, text) for n, text in defaults.items()}

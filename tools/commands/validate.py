@@ -12,13 +12,13 @@ from tokenizers import Tokenizer
 
 from via_sd.masks import ModelIdentity
 from via_sd.runtime import load_bundle
-from via_sd.runtime.backends import ONNXRUNTIME, open_engines
-from via_sd.runtime.engine import ReadableEngine
-from via_sd.tools.console import CheckFailedError, CommandError, command, out, print_json, progress_bar
-from via_sd.tools.options import AsJson, Backend, TrustEngines
+from via_sd.runtime.engines.backends import ONNXRUNTIME, open_engines
+from via_sd.runtime.engines.protocol import ReadableEngine
+from via_sd.tools.commands.console import CheckFailedError, CommandError, command, out, print_json, progress_bar
+from via_sd.tools.commands.options import AsJson, Backend, TrustEngines
 
 if TYPE_CHECKING:
-    from via_sd.tools.validate import TierReport
+    from via_sd.tools.validation.validate import TierReport
 
 #: Name of the KV buffers' dtype -> precision of a backend over graphs that `build` made.
 _PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -43,8 +43,8 @@ def validate(
     as_json: AsJson = False,
 ) -> None:
     """Compare every tier of BUNDLE with transformers: logits, keys and values, NaN and infinity."""
-    from via_sd.export.frontend import open_checkpoint
-    from via_sd.tools.validate import TOLERANCES, validate_model
+    from via_sd.export.sources.checkpoint import open_checkpoint
+    from via_sd.tools.validation.validate import TOLERANCES, validate_model
 
     loaded = load_bundle(bundle)
     described = loaded.manifest["drafter"]

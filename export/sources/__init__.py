@@ -1,0 +1,1 @@
+"""Where a decoder graph comes from: a checkpoint, a GGUF file, another exporter's ONNX decoder."""

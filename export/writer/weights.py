@@ -1,0 +1,103 @@
+"""One weights file for many graphs: every large initializer is written once and every graph refers to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import onnx_ir as ir
+from onnx_ir.external_data import CallbackInfo, convert_tensors_to_external
+
+from via_sd.errors import ExportError
+from via_sd.export.passes.quantize import SHARES_BYTES_OF
+
+WEIGHTS_FILE = "weights.data"
+#: Initializers up to this many bytes stay inside the graph file (shapes, axes, flags).
+INLINE_BYTES = 1024
+#: Page-aligned, so that a runtime can map each tensor where it lies.
+ALIGNMENT = 4096
+
+
+def load_graph(file: Path) -> ir.Model:
+    """The graph of a bundle, its weights read when they are asked for.
+
+    Raises:
+        ExportError: weights behind a link, which onnx-ir does not read.
+    """
+    model = ir.load(file)
+    for place in {file.parent / tensor.location for tensor in _external(model)}:
+        if place.is_symlink() or place.stat().st_nlink > 1:
+            raise ExportError(
+                f"{place} is a link, or another name links to the same file, and weights are read from plain files "
+                "only; copy the bundle (cp -rL) and give the copy"
+            )
+    return model
+
+
+def _external(model: ir.Model) -> list[ir.ExternalTensor]:
+    tensors = (value.const_value for value in model.graph.initializers.values())
+    return [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
+
+
+def write_weights(
+    model: ir.Model, directory: Path, progress: Callable[[str, int, int], None] = lambda *_: None
+) -> dict[str, ir.ExternalTensor]:
+    """Write the large initializers of `model` to `directory`/weights.data, in the graph's order.
+
+    Args:
+        progress: called with (tensor name, number written, number in all).
+
+    Returns:
+        What graphs refer to, by initializer name; initializers that share bytes share a place in the file.
+    """
+    owners: list[ir.Value] = []
+    sharers: list[ir.Value] = []
+    for value in model.graph.initializers.values():
+        if value.const_value is None or value.const_value.nbytes <= INLINE_BYTES:
+            continue
+        (sharers if SHARES_BYTES_OF in value.metadata_props else owners).append(value)
+
+    def callback(tensor: ir.TensorProtocol, info: CallbackInfo) -> None:
+        progress(tensor.name or "", info.index + 1, info.total)
+
+    written = convert_tensors_to_external(
+        [_named(value) for value in owners], directory, WEIGHTS_FILE, callback=callback, alignment=ALIGNMENT
+    )
+    table = {value.name or "": tensor for value, tensor in zip(owners, written, strict=True)}
+    for value in sharers:
+        owner = table[value.metadata_props[SHARES_BYTES_OF]]
+        assert value.const_value is not None
+        assert value.const_value.nbytes == owner.nbytes
+        table[value.name or ""] = ir.ExternalTensor(
+            WEIGHTS_FILE,
+            owner.offset,
+            owner.length,
+            value.const_value.dtype,
+            shape=ir.Shape(value.const_value.shape.numpy()),
+            name=value.name or "",
+            base_dir=directory,
+        )
+    return table
+
+
+def save_graph(model: ir.Model, path: Path, weights: dict[str, ir.ExternalTensor]) -> None:
+    """Save `model` beside the weights file; its large initializers must all be in `weights`."""
+    for value in model.graph.initializers.values():
+        tensor = weights.get(value.name or "")
+        if tensor is not None:
+            value.const_value = tensor
+    stray = [v.name for v in _large(model.graph.initializers.values()) if v.name not in weights]
+    if stray:
+        raise ValueError(f"initializers that are not in {WEIGHTS_FILE}: {stray[:5]}")
+    ir.save(model, path)
+
+
+def _large(values: Iterable[ir.Value]) -> list[ir.Value]:
+    return [v for v in values if v.const_value is not None and v.const_value.nbytes > INLINE_BYTES]
+
+
+def _named(value: ir.Value) -> ir.TensorProtocol:
+    tensor = value.const_value
+    assert tensor is not None
+    tensor.name = value.name
+    return tensor

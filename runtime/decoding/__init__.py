@@ -1,0 +1,1 @@
+"""How tokens are decided: modes, verification, router, drafters, sampling, cache."""

@@ -1,0 +1,147 @@
+"""The confidence router: what becomes of a drafted token after a slim pass (paper Algorithm 2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar, Protocol
+
+from via_sd.errors import RequestError
+from via_sd.runtime.engines.rows import Row
+
+
+class Route(Enum):
+    """ACCEPT the draft token, REGENERATE it with slim's own, or ESCALATE to the full verifier."""
+
+    ACCEPT = "accept"
+    REGENERATE = "regenerate"
+    ESCALATE = "escalate"
+
+
+class Router(Protocol):
+    """Decides from slim's rows alone. `tightening`, 1 and less, asks for more certainty the smaller it is."""
+
+    @property
+    def shut(self) -> bool:
+        """Whether nothing can stand on slim's word, so that it need not be asked."""
+        ...
+
+    def route(self, row: Row, token: int, tightening: float = 1.0) -> Route:
+        """Decide for the drafted `token` after slim's `row`."""
+        ...
+
+    def is_sure(self, row: Row, tightening: float = 1.0) -> bool:
+        """Whether slim's own token may stand where nothing was drafted."""
+        ...
+
+
+@dataclass(frozen=True)
+class Gates:
+    """The paper's two thresholds, on slim's untruncated law at temperature 1.
+
+    Outer gate, slim is sure of itself: max q' >= 1 - alpha2, else ESCALATE. Inner gate, the draft token is nearly
+    slim's best: q'(v) >= (1 - alpha1) max q', then ACCEPT, else REGENERATE. The paper states the outer gate against
+    max q, which is only known after the pass it is meant to save; here it uses slim's own confidence.
+    """
+
+    alpha1: float = 0.5
+    alpha2: float = 0.3
+    shut: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name in ("alpha1", "alpha2"):
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise RequestError(f"{name} is {value}, wanted 0 to 1")
+
+    def route(self, row: Row, token: int, tightening: float = 1.0) -> Route:
+        """Decide for `token` after slim's `row`; `tightening` scales both thresholds."""
+        if not self.is_sure(row, tightening):
+            return Route.ESCALATE
+        # q'(v) / max q' needs no normalisation.
+        relative = math.exp(row.gap(token))
+        return Route.ACCEPT if relative >= 1 - self.alpha1 * tightening else Route.REGENERATE
+
+    def is_sure(self, row: Row, tightening: float = 1.0) -> bool:
+        """The outer gate: slim's likeliest token has at least probability 1 - alpha2."""
+        return row.mass * (1 - self.alpha2 * tightening) <= 1.0
+
+
+@dataclass(frozen=True)
+class MarginGate:
+    """What slim likes best stands where it leads by at least `margin`; else ESCALATE.
+
+    The margin, slim's largest logit less its second, tells better than its probability whether the full verifier would
+    choose the same, and nothing else that is known before full is asked adds to it: see docs/router.md.
+    """
+
+    margin: float
+
+    @property
+    def shut(self) -> bool:
+        """See `Router.shut`."""
+        return self.margin == math.inf
+
+    def route(self, row: Row, token: int, tightening: float = 1.0) -> Route:
+        """See `Router.route`."""
+        if not self.is_sure(row, tightening):
+            return Route.ESCALATE
+        return Route.ACCEPT if token == row.best else Route.REGENERATE
+
+    def is_sure(self, row: Row, tightening: float = 1.0) -> bool:
+        """See `Router.is_sure`; a margin grows by 1 when `tightening` halves."""
+        return row.margin >= self.margin - math.log2(tightening)
+
+
+@dataclass(frozen=True)
+class CalibratedRouter:
+    """What calibration found out about slim's margins.
+
+    Attributes:
+        max_divergence: the limit it was calibrated for.
+        margins: share of tokens that may differ from the full verifier's choice -> the least margin that kept to it.
+    """
+
+    max_divergence: float
+    margins: Mapping[float, float]
+
+    def __post_init__(self) -> None:
+        shares = (self.max_divergence, *self.margins)
+        if not all(0 <= share <= 1 for share in shares) or not all(map(math.isfinite, self.margins.values())):
+            raise ValueError("a router of shares or margins that are none")
+
+    def gate(self, max_divergence: float) -> MarginGate:
+        """The gate for the largest share measured that is within `max_divergence`; shut where there is none."""
+        within = [share for share in self.margins if share <= max_divergence]
+        return MarginGate(self.margins[max(within)] if within else math.inf)
+
+
+class DivergenceGuard:
+    """Tightens the gates of one sequence when its audit finds more divergence than the user allows, and loosens again.
+
+    The rate is an average over roughly the last `memory` audited tokens. Each block that finds it above the limit
+    halves `tightening`; each that finds it below doubles it, up to 1.
+    """
+
+    def __init__(self, limit: float | None, memory: int = 64) -> None:
+        if limit is not None and not 0 <= limit <= 1:
+            raise RequestError(f"max_divergence is {limit}, wanted 0 to 1")
+        self._limit = limit
+        self._keep = 1 - 1 / memory
+        self._audited = 0.0
+        self._disagreed = 0.0
+        self.tightening = 1.0
+
+    def audited(self, disagreements: list[float]) -> None:
+        """Take the audit of one full pass: for each token how far full disagreed, 0 to 1."""
+        if self._limit is None or not disagreements:
+            return
+        for value in disagreements:
+            self._audited = self._audited * self._keep + 1
+            self._disagreed = self._disagreed * self._keep + value
+        rate = self._disagreed / self._audited
+        self.tightening = self.tightening / 2 if rate > self._limit else min(1.0, self.tightening * 2)
+        if self.tightening < 1 / 64:
+            self.tightening = 1 / 64

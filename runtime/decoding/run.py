@@ -1,0 +1,200 @@
+"""One sequence being decoded: the state all modes share, and the lossless test they are built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from via_sd.runtime.decoding.block_length import AdaptiveGamma, StepCost
+from via_sd.runtime.decoding.cache import Tape
+from via_sd.runtime.decoding.drafters import Draft, Drafter
+from via_sd.runtime.decoding.router import DivergenceGuard, Gates, Router
+from via_sd.runtime.decoding.sampling import Processor, Purpose, acceptance, draw, residual, uniform
+from via_sd.runtime.decoding.statistics import Stats
+from via_sd.runtime.engines.protocol import FULL
+from via_sd.runtime.engines.rows import Row
+
+
+@dataclass(frozen=True)
+class Item:
+    """A token about to be emitted.
+
+    Attributes:
+        tier: where its authority comes from: draft, slim or full.
+        replaced: whether it stands where a drafted token was rejected.
+    """
+
+    token: int
+    tier: str
+    replaced: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Outcome of a lossless test.
+
+    Attributes:
+        kept: number of drafted tokens kept.
+        token: the verifier's own token behind them.
+        laws: laws of the kept + 1 rows that were looked at; empty in greedy decoding, where a law is a point mass.
+    """
+
+    kept: int
+    token: int
+    laws: list[np.ndarray]
+
+
+@dataclass
+class Run:
+    """One sequence being decoded.
+
+    Attributes:
+        tokens: prompt and everything emitted.
+        emit: takes an emitted token, its tier and the row it was judged by; False if it completes the text.
+        remaining: tokens that may still be emitted.
+        capacity: positions the KV buffers hold.
+        stop_tokens: tokens that end the text.
+        costs: time of a full pass over S tokens, in passes over one.
+        slim: the slim-verifier's tier, for the modes that have one.
+        slim_cost: of a slim pass, in full passes over as many tokens.
+        slim_always_first: whether `routed` asks slim first in every round, as the paper does.
+        max_lag: emitted tokens that may stand unseen by the full verifier.
+        audit_tail: whether `routed` ends with a full pass over what only slim has judged.
+        keep_margins: whether `routed` notes in the statistics how slim's margins fared.
+    """
+
+    tokens: list[int]
+    tape: Tape
+    drafter: Drafter
+    gamma: AdaptiveGamma
+    processor: Processor
+    emit: Callable[[int, str, Row], bool]
+    stats: Stats
+    remaining: int
+    capacity: int
+    costs: StepCost
+    stop_tokens: frozenset[int] = frozenset()
+    slim: str = "slim"
+    slim_cost: float = 0.7
+    slim_always_first: bool = False
+    router: Router = field(default_factory=Gates)
+    guard: DivergenceGuard = field(default_factory=lambda: DivergenceGuard(None))
+    max_lag: int = 64
+    audit_tail: bool = False
+    keep_margins: bool = False
+    done: bool = False
+    attempt: int = 0
+
+    def forward(self, tier: str, sequence: Sequence[int], rows: int) -> Sequence[Row]:
+        """A pass of a verifier tier; see `Tape.run`."""
+        self.attempt += 1
+        return self.tape.run(tier, sequence, rows)
+
+    def start(self, *, drafting: bool = True) -> Iterator[None]:
+        """The first round: feed the prompt to the full verifier, emit its first token, let the drafter read."""
+        yield from self.tape.chunks(FULL, self.tokens, 1)
+        row = self.forward(FULL, self.tokens, 1)[0]
+        self.push(Item(self.choose(row, self.tokens, Purpose.FULL_TOKEN), "full"), row)
+        self.settle()
+        yield
+        if drafting and not self.done:
+            yield from self.drafter.read(self.tokens)
+
+    def propose(self, pending: Sequence[int] = ()) -> tuple[Draft, int]:
+        """A draft to follow the sequence and what is `pending`, and the situation it was made in."""
+        context = [*self.tokens, *pending]
+        # A round always adds one token of a verifier's own, and all that is fed must fit the buffers.
+        limit = min(self.remaining - len(pending) - 1, self.capacity - len(context))
+        situation = self.drafter.expectation(context) if limit > 0 else 0
+        length = self.gamma.choose(situation, limit, self.drafter.cost)
+        draft = self.drafter.propose(context, length) if length > 0 else Draft()
+        self.stats.drafted += len(draft.tokens)
+        self.stats.draft_rounds += bool(draft.tokens)
+        return draft, situation
+
+    def learn(self, situation: int, judged: int, kept: int) -> None:
+        """A block drafted in `situation` had its first `judged` tokens looked at and its first `kept` accepted."""
+        self.gamma.learn(situation, judged, kept)
+        self.stats.block(judged, kept)
+
+    def push(self, item: Item, row: Row, *, checked: bool = True) -> bool:
+        """Emit one token that was judged by `row`; False once the text is complete.
+
+        `checked` says whether the full verifier has judged it.
+        """
+        drafted = item.tier == "draft"
+        self.tokens.append(item.token)
+        self.remaining -= 1
+        self.stats.accepted += drafted
+        self.stats.evaluated += drafted + item.replaced
+        self.stats.checked += checked
+        self.stats.emitted(item.tier)
+        if not self.emit(item.token, item.tier, row) or self.remaining <= 0:
+            self.done = True
+        return not self.done
+
+    def settle(self) -> None:
+        """End the round."""
+        self.void_after(len(self.tokens))
+        self.stats.rounds += 1
+
+    def void_after(self, length: int) -> None:
+        """Of `length` tokens the last was fed to nobody yet, and what KV lies behind it is void."""
+        self.tape.settle(length)
+        self.drafter.settle(length)
+
+    def choose(self, row: Row, context: Sequence[int], purpose: Purpose) -> int:
+        """A tier's own token to follow `context`, from its `row`."""
+        params = self.processor.params
+        if params.greedy:
+            return self.processor.best(row, context)
+        return draw(self.processor.law(row, context), uniform(params.seed, self.attempt, len(context), purpose))
+
+    def test(
+        self, rows: Sequence[Row], draft: Draft, context: Sequence[int], test: Purpose, replace: Purpose
+    ) -> Verdict:
+        """The lossless test of a draft (Leviathan et al. 2023, Algorithm 1; Chen et al. 2023, Algorithm 2).
+
+        Whatever law the draft was drawn from, the kept tokens and the verifier's own are distributed as the verifier's.
+
+        Args:
+            rows: the verifier's, len(draft) + 1; row j follows `context` and j drafted tokens.
+            test, replace: key the random numbers of the tests and of the verifier's own token.
+        """
+        params, tokens, kept = self.processor.params, draft.tokens, 0
+        if params.greedy:
+            best = self.processor.best(rows[0], context)
+            while kept < len(tokens) and best == tokens[kept]:
+                kept += 1
+                best = self.processor.best(rows[kept], context, tokens[:kept])
+            return Verdict(kept, best, [])
+        laws: list[np.ndarray] = []
+        while True:
+            law = self.processor.law(rows[kept], context, tokens[:kept])
+            laws.append(law)
+            position = len(context) + kept
+            if kept == len(tokens):
+                break
+            token, proposal = tokens[kept], draft.laws[kept]
+            if uniform(params.seed, self.attempt, position, test) >= acceptance(law, proposal, token):
+                law = residual(law, proposal, token)
+                break
+            kept += 1
+        return Verdict(kept, draw(law, uniform(params.seed, self.attempt, position, replace)), laws)
+
+    def verify(self, draft: Draft, rows: Sequence[Row]) -> Verdict:
+        """Test `draft` against the full verifier's `rows` and emit what follows from it."""
+        verdict = self.test(rows, draft, self.tokens, Purpose.FULL_TEST, Purpose.FULL_TOKEN)
+        self.conclude([Item(token, "draft") for token in draft.tokens], verdict, rows)
+        return verdict
+
+    def conclude(self, items: Sequence[Item], verdict: Verdict, rows: Sequence[Row]) -> None:
+        """Emit the items the full verifier kept, then its own token, up to where the text ends."""
+        for item, row in zip(items[: verdict.kept], rows, strict=False):
+            if not self.push(item, row):
+                return
+        rejected = items[verdict.kept] if verdict.kept < len(items) else None
+        replaced = rejected is not None and (rejected.tier == "draft" or rejected.replaced)
+        self.push(Item(verdict.token, "full", replaced), rows[verdict.kept])

@@ -1,0 +1,153 @@
+"""Laws and draws: what a tier would emit, how a token is drawn from it, and the random stream all draws share.
+
+A *law* is a tier's processed distribution over the vocabulary: repetition penalty, temperature, top-k, top-p and min-p
+applied in that order, the same for drafter, slim and full. Acceptance tests compare laws, never raw softmaxes. With
+temperature 0 a law is a point mass on the processed argmax, and exact modes reduce to comparing tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from via_sd.errors import RequestError
+from via_sd.runtime.engines.rows import Row
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn.
+
+    Attributes:
+        temperature: 0 for greedy.
+        top_k: keep the k likeliest tokens; 0 for all.
+        top_p: keep the smallest set of likeliest tokens whose probability reaches this; 1 for all.
+        min_p: keep tokens at least this share as likely as the likeliest; 0 for all.
+        repetition_penalty: divide positive and multiply negative logits of tokens seen in prompt and output.
+        seed: keys the random stream.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, ok, wanted in (
+            ("temperature", 0 <= self.temperature < np.inf, "0 (greedy) or more"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1 (off)"),
+            ("min_p", 0 <= self.min_p < 1, "0 (off) or more and less than 1"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "0.01 to 100 (1 is off)"),
+            ("seed", 0 <= self.seed < 2**64, "0 to 2^64 - 1"),
+        ):
+            if not ok:
+                raise RequestError(f"{name} is {getattr(self, name)}, wanted {wanted}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+class Purpose(IntEnum):
+    """What a random number is for: with seed and position it keys the stream, so draws never depend on each other."""
+
+    DRAFT = 0
+    SLIM_TEST = 1
+    SLIM_TOKEN = 2
+    FULL_TEST = 3
+    FULL_TOKEN = 4
+
+
+def uniform(seed: int, attempt: int, position: int, purpose: Purpose) -> float:
+    """A number in [0, 1) that depends on nothing but its key.
+
+    `attempt` counts the sequence's passes: a position that is drawn again, after a rejection made its first draw void,
+    gets a fresh number, so that nothing learned from the void draw can lean on the new one.
+    """
+    raw = np.random.Philox(key=seed, counter=[0, attempt, int(purpose), position]).random_raw()
+    return float(raw >> 11) * 2.0**-53
+
+
+class Processor:
+    """Turns logits into laws for one sequence."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+
+    @property
+    def needs_only_best(self) -> bool:
+        """Whether a token takes no more of its row than the best."""
+        return self.params.greedy and self.params.repetition_penalty == 1
+
+    def best(self, row: Row, context: Sequence[int], draft: Sequence[int] = ()) -> int:
+        """The greedy token of a row that follows `context` and then `draft`."""
+        return row.best if self.needs_only_best else int(self._penalised(row, context, draft).argmax())
+
+    def law(self, row: Row, context: Sequence[int], draft: Sequence[int] = ()) -> np.ndarray:
+        """The law of a row that follows `context` and then `draft`, float64 [vocab]; needs temperature > 0."""
+        params = self.params
+        scaled = self._penalised(row, context, draft).astype(np.float64)
+        if 0 < params.top_k < len(scaled):
+            floor = np.partition(scaled, -params.top_k)[-params.top_k]
+            scaled[scaled < floor] = -np.inf
+        scaled -= scaled.max()
+        with np.errstate(over="ignore"):  # a tiny temperature leaves nothing but the likeliest
+            scaled /= params.temperature
+        probabilities = np.exp(scaled)
+        probabilities /= probabilities.sum()
+        if params.top_p < 1:
+            order = np.argsort(-probabilities, kind="stable")
+            before = np.cumsum(probabilities[order]) - probabilities[order]
+            probabilities[order[before >= params.top_p]] = 0
+        if params.min_p > 0:
+            probabilities[probabilities < params.min_p * probabilities.max()] = 0
+        result: np.ndarray = probabilities / probabilities.sum()
+        return result
+
+    def _penalised(self, row: Row, context: Sequence[int], draft: Sequence[int]) -> np.ndarray:
+        """The row's logits with the repetition penalty of what precedes it."""
+        penalty = self.params.repetition_penalty
+        if penalty == 1:
+            return row.logits
+        seen = np.unique(np.fromiter((*context, *draft), np.int64))
+        logits: np.ndarray = row.logits.copy()
+        values = logits[seen]
+        logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+        return logits
+
+
+def draw(law: np.ndarray, u: float) -> int:
+    """The token at quantile `u` of `law` (inverse CDF); never one of probability zero."""
+    cumulative = np.cumsum(law)
+    index = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
+    return min(index, int(np.flatnonzero(law)[-1]))
+
+
+def acceptance(target: np.ndarray, proposal: np.ndarray | None, token: int) -> float:
+    """Probability of keeping `token` drawn from `proposal` as a draw from `target` (Leviathan et al.; Chen et al.).
+
+    A `proposal` of None is a point mass on `token` (a deterministic draft).
+    """
+    if proposal is None:
+        return float(target[token])
+    if proposal[token] <= 0:
+        return 0.0
+    return min(1.0, float(target[token] / proposal[token]))
+
+
+def residual(target: np.ndarray, proposal: np.ndarray | None, token: int) -> np.ndarray:
+    """The law of the token that replaces a rejected one: max(0, target - proposal), normalised."""
+    if proposal is None:
+        rest = target.copy()
+        rest[token] = 0
+    else:
+        rest = np.maximum(target - proposal, 0)
+    total = rest.sum()
+    # Where nothing is left the laws are equal to rounding, and a rejection was itself a rounding artefact.
+    return rest / total if total > 0 else target

@@ -1,0 +1,73 @@
+"""Rows whose numbers were computed where their logits lie: a step brings a few bytes per position to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from via_sd.errors import ViaSdError
+
+#: Columns of a portable graph's `row_numbers`; the gap is that of the token in `candidates`.
+BEST, MASS, GAP, MARGIN = range(4)
+NUMBERS = 4
+
+
+class LogitsError(ViaSdError):
+    """A step gave logits that are no numbers."""
+
+
+class DeviceRow:
+    """A row of logits on a device; see `Row`.
+
+    Args:
+        numbers: the row's `row_numbers`.
+        candidate: the token whose gap is among them.
+        fetch: brings the logits to the host, float32 [vocab].
+    """
+
+    __slots__ = ("_candidate", "_fetch", "_gap", "_logits", "best", "margin", "mass")
+
+    def __init__(self, numbers: Sequence[float], candidate: int, fetch: Callable[[], np.ndarray]) -> None:
+        self.best, self.mass = int(numbers[BEST]), max(1.0, numbers[MASS])
+        self.margin, self._gap = numbers[MARGIN], numbers[GAP]
+        self._candidate, self._fetch = candidate, fetch
+        self._logits: np.ndarray | None = None
+
+    def gap(self, token: int) -> float:
+        if token == self._candidate:
+            return self._gap
+        if token == self.best:
+            return 0.0
+        return float(self.logits[token]) - float(self.logits[self.best])
+
+    @property
+    def logits(self) -> np.ndarray:
+        if self._logits is None:
+            self._logits = self._fetch()
+        return self._logits
+
+    def keep(self) -> None:
+        """Bring the logits to memory of the row's own, before another step is written over them."""
+        self._logits = self.logits.copy()
+
+
+def device_rows(numbers: np.ndarray, candidates: Sequence[int], fetch: Callable[[int], np.ndarray]) -> list[DeviceRow]:
+    """The rows of one step.
+
+    Args:
+        numbers: float32 [rows, 4].
+        candidates: for each row the token that its gap is of.
+        fetch: brings the logits of a row, by index, to the host, float32 [vocab].
+
+    Raises:
+        LogitsError: a row with an infinite logit or one that is no number.
+    """
+    if not (numbers[:, MASS] > 0.5).all():  # the largest logit alone contributes exp(0), give or take a rounding
+        raise LogitsError(
+            "a step gave logits that are infinite or no numbers; if the engines are float16, the activations may have "
+            "grown beyond what that holds: build them with --dtype bf16 or fp32"
+        )
+    rows = zip(numbers.tolist(), candidates, strict=True)
+    return [DeviceRow(row, candidate, partial(fetch, index)) for index, (row, candidate) in enumerate(rows)]

@@ -1,0 +1,1 @@
+"""The front door: a loaded pipeline, requests, streams, text and statistics."""

@@ -1,0 +1,71 @@
+"""What a generation returns: chunks while it runs, a completion at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from via_sd.runtime.decoding.statistics import JudgedMargin
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural-log probabilities (temperature 1, before truncation) by the tier that judged the token.
+
+    Attributes:
+        logprob: of the emitted token.
+        top: the likeliest tokens with theirs, likeliest first.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one round added: certain text, and the tokens emitted in it (their text may still be held back)."""
+
+    text: str
+    token_ids: list[int]
+    tiers: list[str]
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished generation; `to_json` is what `generate --json` prints.
+
+    Attributes:
+        text: everything emitted, without special tokens, ending before a stop string.
+        token_ids, tiers: per emitted token its id and tier (`draft`, `slim`, `full`); an end-of-sequence token counts.
+        finish_reason: `stop` (end-of-sequence token or stop string), `length`, or `cancelled`.
+        prompt_tokens: length of the prompt in tokens.
+        stats: counts and times, see DESIGN section 11.
+        seed: the random stream's key; the same seed gives the same output.
+        logprobs: per emitted token, if asked for.
+        margins: with `keep_margins`, every token that `routed` asked slim for and full then judged.
+    """
+
+    text: str
+    token_ids: list[int]
+    tiers: list[str]
+    finish_reason: str
+    prompt_tokens: int
+    stats: dict[str, Any]
+    seed: int
+    logprobs: list[TokenLogprobs] | None = field(default=None)
+    margins: list[JudgedMargin] = field(default_factory=list, repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        data: dict[str, Any] = {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "tiers": self.tiers,
+            "finish_reason": self.finish_reason,
+            "prompt_tokens": self.prompt_tokens,
+            "seed": self.seed,
+            "stats": self.stats,
+        }
+        if self.logprobs is not None:
+            data["logprobs"] = [{"logprob": t.logprob, "top": [list(pair) for pair in t.top]} for t in self.logprobs]
+        return data

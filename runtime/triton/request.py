@@ -1,0 +1,144 @@
+"""One request's tensors, checked and turned into the runtime's arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from via_sd.contract.served_model import GENERATION_INPUTS, IGNORED_PARAMETERS, RUNTIME_NAMES, TIMEOUT
+
+#: Inputs that are taken only where they change nothing, and the values that do not.
+_NEUTRAL: dict[str, tuple[tuple[float, ...], str]] = {
+    "presence_penalty": ((0,), "only 0 is supported: use repetition_penalty"),
+    "frequency_penalty": ((0,), "only 0 is supported: use repetition_penalty"),
+    "beam_width": ((1,), "only 1 is supported"),
+    "num_return_sequences": ((1,), "only 1 is supported: send the request several times, each with a seed"),
+    "min_tokens": ((0, 1), "only 0 and 1 are supported"),
+}
+
+
+class InvalidRequest(Exception):  # noqa: N818 - it names the request, not the program, as what is wrong
+    """A request that cannot be served as it stands; the message says what was found and what was wanted."""
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What the model's configuration says about inputs that a request leaves out, and what its bundle says about ends.
+
+    Attributes:
+        options: values by name, see `contract.DEFAULTS`.
+        eos_token_ids: the tokens that end a text.
+    """
+
+    apply_chat_template: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked request: prompt, the runtime's keyword arguments, what the responses hold, seconds it may take."""
+
+    prompt: str
+    options: dict[str, Any]
+    stream: bool
+    echo: bool
+    count_input: bool
+    count_output: bool
+    timeout: float | None = None
+
+
+def parse_request(tensors: Mapping[str, np.ndarray], parameters: Mapping[str, Any], defaults: Defaults) -> Request:
+    """Reads a request's tensors, each `[1, n]`, n = 1 except for `stop_words` and `bad_words`.
+
+    Args:
+        parameters: the request's own. Triton's `generate` makes one of every JSON field that is no input, so a
+            misspelt input arrives as one.
+
+    Raises:
+        InvalidRequest: no prompt, text that is not UTF-8, a number that is not finite, an unknown parameter, or an
+            input whose value is not supported. Ranges are the runtime's to check.
+    """
+    if unknown := sorted(set(parameters) - {TIMEOUT, *IGNORED_PARAMETERS}):
+        raise InvalidRequest(f"no input of this model is called {', '.join(unknown)}: its config says which there are")
+    values = {name: array.reshape(-1) for name, array in tensors.items()}
+    prompt = _text("text_input", values["text_input"][0])
+    if not prompt:
+        raise InvalidRequest("text_input is empty: give the text to continue")
+    _refuse_unsupported(values, defaults)
+    options = dict(defaults.options)
+    if "random_seed" in values:
+        options["seed"] = _scalar("random_seed", values["random_seed"][0])
+    options |= {name: _scalar(name, values[name][0]) for name in GENERATION_INPUTS if name in values}
+    if options.get("max_tokens", 1) < 1:
+        raise InvalidRequest(f"max_tokens is {options['max_tokens']}, wanted 1 or more")
+    runtime = {RUNTIME_NAMES.get(name, name): value for name, value in options.items()}
+    runtime["stop"] = _words(values, "stop_words")
+    runtime["raw"] = not _flag(values, "apply_chat_template", defaults.apply_chat_template)
+    runtime["logprobs"] = 0 if _flag(values, "return_log_probs", False) else None
+    return Request(
+        prompt=prompt,
+        options=runtime,
+        stream=_flag(values, "stream", False),
+        echo=not _flag(values, "exclude_input_in_output", True),
+        count_input=_flag(values, "return_num_input_tokens", False),
+        count_output=_flag(values, "return_num_output_tokens", False),
+        timeout=_timeout(parameters.get(TIMEOUT)),
+    )
+
+
+def _timeout(microseconds: Any) -> float | None:
+    if microseconds is None:
+        return None
+    try:
+        seconds = float(microseconds) / 1e6
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise InvalidRequest(f"{TIMEOUT} is {microseconds!r}, wanted microseconds, more than 0")
+    return seconds
+
+
+def _refuse_unsupported(values: Mapping[str, np.ndarray], defaults: Defaults) -> None:
+    for name, (neutral, wanted) in _NEUTRAL.items():
+        if name in values and _scalar(name, values[name][0]) not in neutral:
+            raise InvalidRequest(f"{name} is {values[name][0]}, and {wanted}")
+    if words := _words(values, "bad_words"):
+        raise InvalidRequest(f"bad_words has {words[0]!r}, and only empty ones are supported")
+    if "end_id" in values and (end := int(values["end_id"][0])) not in defaults.eos_token_ids:
+        known = ", ".join(map(str, sorted(defaults.eos_token_ids))) or "none"
+        raise InvalidRequest(f"end_id is {end}, and only a token that ends this model's text is supported: {known}")
+
+
+def _flag(values: Mapping[str, np.ndarray], name: str, default: bool) -> bool:
+    return bool(values[name][0]) if name in values else default
+
+
+def _words(values: Mapping[str, np.ndarray], name: str) -> list[str]:
+    return [word for entry in values.get(name, ()) if (word := _text(name, entry))]
+
+
+def _scalar(name: str, value: Any) -> Any:
+    if isinstance(value, bytes):
+        return _text(name, value)
+    plain = value.item()
+    if not isinstance(plain, float):
+        return plain
+    if not math.isfinite(plain):
+        raise InvalidRequest(f"{name} is {plain}: give a finite number")
+    # The client wrote 0.8 and FP32 made 0.800000012 of it: the shortest decimal of that FP32 is 0.8 again, and with it
+    # the output is the library's own.
+    return float(str(value))
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return bytes(value).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{name} is not UTF-8 text ({error.reason} at byte {error.start})") from None

@@ -1,0 +1,88 @@
+"""An engine whose tiers are other Triton models: for the repository layout that keeps them apart.
+
+KV lives here between steps, one array per layer and part with as many rows as have been written, and travels to a
+tier's model and back with every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from via_sd.runtime.engines.protocol import FULL
+from via_sd.runtime.engines.rows import HostRow
+
+#: Runs a model: its name, its inputs, and the names of the outputs that are wanted.
+Infer = Callable[[str, Mapping[str, np.ndarray], Sequence[str]], Mapping[str, np.ndarray]]
+
+
+class TritonEngine:
+    """Runs the tiers of one decoder as Triton models (see `via_sd.runtime.engines.protocol.Engine`).
+
+    Args:
+        models: the Triton model of every tier, `full` among them.
+        description: the bundle's entry for the decoder (`kv`, `vocab_size`, and `tiers` if it has several).
+        max_seq_len: most tokens a sequence may have.
+        infer: calls a model.
+    """
+
+    def __init__(
+        self, models: Mapping[str, str], description: Mapping[str, Any], max_seq_len: int, infer: Infer
+    ) -> None:
+        self.max_seq_len = max_seq_len
+        self.prefill_chunk = 512  # KV travels with every step: better few of them
+        self.vocab_size = int(description["vocab_size"])
+        self.kv: Mapping[str, Any] = description["kv"]
+        # The graph of `full` holds every tier and wants to be told which; a pruned tier's graph is that tier alone.
+        tiers = description.get("tiers") or {FULL: {"keep": []}}
+        self.keep = np.array(tiers[FULL]["keep"], dtype=bool)
+        self.tiers = tuple(tier for tier in tiers if tier in models)
+        self.models = dict(models)
+        self.layers = {tier: _kept_layers(tiers[tier], self.kv["num_layers"]) for tier in self.tiers}
+        self.infer = infer
+
+    def new_slot(self) -> TritonSlot:
+        """KV of one sequence, empty."""
+        return TritonSlot(self)
+
+
+class TritonSlot:
+    """KV of one sequence (see `via_sd.runtime.engines.protocol.Slot`)."""
+
+    def __init__(self, engine: TritonEngine) -> None:
+        self._engine = engine
+        kv = engine.kv
+        empty = np.zeros((1, kv["num_heads"], 0, kv["head_dim"]), dtype=kv["dtype"])
+        self._cache = {(layer, part): empty for layer in range(kv["num_layers"]) for part in kv["parts"]}
+
+    def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> list[HostRow]:
+        """See `Slot.forward`."""
+        engine, kv = self._engine, self._engine.kv
+        inputs: dict[str, np.ndarray] = {
+            "input_ids": np.array([tokens], dtype=np.int64),
+            "last_position": np.array([past + len(tokens) - 1], dtype=np.int32),
+            "total_length": np.array([past + len(tokens)], dtype=np.int32),
+            "num_logits": np.array([rows], dtype=np.int64),
+        }
+        if tier == FULL and engine.keep.size:
+            inputs["keep"] = engine.keep
+        caches = [key for key in self._cache if key[0] in engine.layers[tier]]
+        for layer, part in caches:
+            # With room for the new tokens the attention operator takes it for a buffer to fill, whatever `past` is;
+            # and no tensor is ever without elements.
+            buffer = np.zeros((1, kv["num_heads"], past + len(tokens), kv["head_dim"]), dtype=kv["dtype"])
+            buffer[:, :, :past] = self._cache[layer, part][:, :, :past]
+            inputs[kv["past"].format(layer=layer, part=part)] = buffer
+        presents = {key: kv["present"].format(layer=key[0], part=key[1]) for key in caches}
+        outputs = engine.infer(engine.models[tier], inputs, ["logits", *presents.values()])
+        for key, name in presents.items():
+            self._cache[key] = outputs[name]
+        return [HostRow(row) for row in outputs["logits"][0]]
+
+
+def _kept_layers(tier: Mapping[str, Any], num_layers: int) -> frozenset[int]:
+    """Layers whose attention `tier` runs: those whose KV its graph takes and gives."""
+    mask = tier.get("mask")
+    return frozenset(layer for layer in range(num_layers) if mask is None or mask["keep_attention"][layer])

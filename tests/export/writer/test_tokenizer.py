@@ -1,0 +1,97 @@
+"""What the runtime needs of a tokenizer: its files, every way a text can end, the chat template."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from via_sd.errors import ExportError
+from via_sd.export.writer.tokenizer import export_tokenizer
+
+BOS, EOS, PAD = 256, 257, 258  # of the tests' byte-level tokenizer
+
+
+@pytest.fixture
+def source(checkpoint_of, tmp_path) -> Path:
+    directory = Path(shutil.copytree(checkpoint_of("llama"), tmp_path / "source"))
+    (directory / "generation_config.json").unlink()
+    return directory
+
+
+@pytest.fixture
+def target(tmp_path) -> Path:
+    (tmp_path / "target").mkdir()
+    return tmp_path / "target"
+
+
+def change(file: Path, **entries: Any) -> None:
+    data = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps({**data, **entries}))
+
+
+def test_a_text_ends_where_any_configuration_says_so(source, target):
+    """The model's, the generation's and the tokenizer's token; chat models often name different ones."""
+    change(source / "generation_config.json", eos_token_id=[10, 11])
+    assert export_tokenizer(source, target, {"eos_token_id": 12})["eos_token_ids"] == [10, 11, 12, EOS]
+
+
+def test_the_tokenizers_own_end_token_counts_alone(source, target):
+    assert export_tokenizer(source, target, {})["eos_token_ids"] == [EOS]
+
+
+def test_a_special_token_may_be_written_as_an_object(source, target):
+    change(source / "tokenizer_config.json", eos_token={"content": "<pad>", "lstrip": False})
+    facts = export_tokenizer(source, target, {})
+    assert facts["eos_token_ids"] == [PAD]
+    assert facts["special_tokens"]["eos_token"] == "<pad>"
+    assert facts["special_tokens"]["bos_token"] == "<s>"
+
+
+def test_a_model_that_never_ends_is_refused(source, target):
+    change(source / "tokenizer_config.json", eos_token=None)
+    with pytest.raises(ExportError, match="names no end-of-sequence token"):
+        export_tokenizer(source, target, {"eos_token_id": None})
+
+
+def test_the_chat_template_is_found_wherever_it_is_kept(source, target):
+    assert export_tokenizer(source, target, {})["chat_template"] is None
+    change(source / "tokenizer_config.json", chat_template="from the configuration")
+    assert export_tokenizer(source, target, {})["chat_template"] == "from the configuration"
+    several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "the default"}]
+    change(source / "tokenizer_config.json", chat_template=several)
+    assert export_tokenizer(source, target, {})["chat_template"] == "the default"
+    (source / "chat_template.jinja").write_text("from its own file: ü")
+    assert export_tokenizer(source, target, {})["chat_template"] == "from its own file: ü"
+
+
+def test_the_files_are_copied_as_they_are(source, target):
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    export_tokenizer(source, target, {})
+    assert sorted(p.name for p in target.iterdir()) == [
+        "chat_template.jinja", "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
+    for file in target.iterdir():
+        assert file.read_bytes() == (source / file.name).read_bytes()
+
+
+def test_a_tokenizer_that_needs_its_own_python_is_refused(source, target):
+    (source / "tokenizer.json").unlink()
+    with pytest.raises(ExportError, match=r"has no tokenizer\.json; load it with transformers\.AutoTokenizer and save"):
+        export_tokenizer(source, target, {})
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"model": {"type": "Nonesuch"}}'])
+def test_a_broken_tokenizer_is_refused(text, source, target):
+    (source / "tokenizer.json").write_text(text)
+    with pytest.raises(ExportError, match=r"tokenizer\.json cannot be read"):
+        export_tokenizer(source, target, {})
+
+
+def test_a_broken_configuration_is_refused(source, target):
+    (source / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ExportError, match=r"tokenizer_config\.json is not JSON"):
+        export_tokenizer(source, target, {})

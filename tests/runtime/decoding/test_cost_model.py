@@ -1,0 +1,76 @@
+"""Whether slim earns its passes: what a round is charged, and that the way that pays is the one taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.pipelines import table_pipeline
+from tests.support.table_engine import TableEngine, hashed_laws
+from via_sd.runtime.decoding.block_length import StepCost
+from via_sd.runtime.decoding.cost_model import CascadeBlock, SlimOrFull
+from via_sd.runtime.generation.policy import Policy
+
+VOCAB = 9
+SLOPE, SLIM_COST = 0.05, 0.4
+COST = {1: 1.0, 16: 1.0 + 15 * SLOPE}
+
+
+@pytest.mark.parametrize("slim_cost", [0.3, 0.66, 0.9])
+@pytest.mark.parametrize(("slim", "full"), [(2.0, 1.0), (1.0, 2.0), (1.0, 1.3), (1.3, 1.0)])
+def test_the_way_that_brings_more_tokens_for_its_cost_is_taken_most_of_the_time(
+    slim: float, full: float, slim_cost: float
+) -> None:
+    """`slim` and `full`: tokens per cost of the rounds of each way."""
+    choice = SlimOrFull(slim_cost)
+    taken = []
+    for _ in range(400):
+        way = "slim" if choice.slim_first() else "full"
+        taken.append(way)
+        choice.learn(way, 2, 2 / (slim if way == "slim" else full))
+    late = taken[200:].count("slim") / 200
+    assert late > 0.9 if slim > full else late < 0.1
+
+
+def test_a_way_that_was_left_is_tried_again() -> None:
+    choice = SlimOrFull(0.4)
+    for _ in range(20):
+        choice.learn("slim", 1, 5.0)
+    assert not choice.slim_first()
+    for _ in range(500):
+        choice.learn("full", 1, 1.0)
+    assert choice.slim_first()
+
+
+@pytest.mark.parametrize("router", ["paper", "adaptive"])
+def test_rounds_are_charged_for_all_passes_and_for_what_full_has_still_to_read(
+    router: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = TableEngine(hashed_laws(VOCAB, slim=0.3), VOCAB)
+    policy = Policy({"mode": "plain"}, "plain", COST, SLIM_COST)
+    pipeline = table_pipeline(engine, tmp_path, policy=policy)
+    charged: list[float] = []
+    learn = SlimOrFull.learn
+
+    def told(self: SlimOrFull, way: str, tokens: int, cost: float) -> None:
+        charged.append(cost)
+        learn(self, way, tokens, cost)
+
+    monkeypatch.setattr(SlimOrFull, "learn", told)
+    found = pipeline.generate("abcabc", mode="routed", router=router, alpha2=0.8, raw=True, max_new_tokens=150)
+    assert {"draft", "slim", "full"} == set(found.tiers)
+    cost = StepCost(COST)
+    calls = engine.slots[0].calls[1:]  # behind the prompt
+    spent = sum(cost(len(call.tokens)) * (SLIM_COST if call.tier == "slim" else 1.0) for call in calls)
+    unread = 6 + len(found.token_ids) - 1 - pipeline.current.verifier.seen["full"]
+    assert sum(charged) == pytest.approx(spent + SLOPE * unread)
+
+
+def test_a_cascade_leaves_out_a_slim_verifier_whose_tokens_full_rejects() -> None:
+    block = CascadeBlock(StepCost(COST), SLIM_COST)
+    assert block.choose() > 0
+    for _ in range(40):
+        block.settled(2)
+        block.judged(2, 0)
+    assert block.choose() == 0

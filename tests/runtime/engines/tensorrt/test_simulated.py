@@ -1,0 +1,155 @@
+"""The engine's own code on a stand-in for a GPU, where the library's calls are answered by ONNX Runtime.
+
+A figure or a claim about TensorRT never comes from here: `test_tensorrt_gpu.py` asks the same of a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.backend_checks import assert_close, check_against_the_routed_graph
+from tests.support.pipelines import WatchedPipeline
+from via_sd.runtime import Pipeline, load_bundle
+from via_sd.runtime.engines.device_rows import LogitsError
+from via_sd.runtime.engines.rows import logits_of
+from via_sd.runtime.engines.tensorrt import load_engines
+
+pytest.importorskip("tensorrt_rtx", reason="needs the tensorrt-rtx extra")
+ir = pytest.importorskip("onnx_ir", reason="needs the export extra")
+pytest.importorskip("onnxruntime", reason="needs the cpu extra")
+
+from tests.support.simulated_gpu import Driver, Library  # noqa: E402
+from via_sd.export.tensorrt import build_engines  # noqa: E402
+from via_sd.export.tensorrt.weights import weights_as_inputs  # noqa: E402
+
+RTX = "tensorrt-rtx"
+SIZES: dict[str, Any] = {"tokens": (1, 4, 24), "prefill": (1, 32, 64)}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["joint", "separate"])
+def built(request, tiny_bundle_model_drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    bundle = tmp_path_factory.mktemp("built") / "bundle"
+    shutil.copytree(tiny_bundle_model_drafter, bundle)
+    build_engines(bundle, dtype="fp32", separate_profiles=request.param, compute_capabilities=["8.9"], **SIZES)
+    return bundle
+
+
+@dataclass
+class Simulated:
+    """The tiny bundle's engines on a stand-in."""
+
+    pipeline: Pipeline
+    driver: Driver
+    library: Library
+
+
+@pytest.fixture(params=["captured by the library", "captured by us"])
+def simulated(request: Any, built: Path, monkeypatch: pytest.MonkeyPatch) -> Simulated:
+    bundle = load_bundle(built)
+    folder, driver = built / "engines" / RTX, Driver()
+    manifest = json.loads((folder / "engines.json").read_text())
+    networks, profiles = {}, {}
+    for entry in manifest["engines"].values():
+        plan = (folder / entry["plan"]).read_bytes()
+        networks[plan] = weights_as_inputs(ir.load(folder / entry["graph"]))
+        profiles[plan] = manifest["request"]["profiles"][entry["model"]]
+    library = Library("tensorrt_rtx", manifest["request"]["library"]["version"], driver, networks, profiles)
+    if request.param == "captured by us":
+        del library.CudaGraphStrategy
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", library)
+    engines = load_engines(bundle, RTX, trust=True)
+    pipeline = Pipeline(bundle, *engines, max_sequences=4, retained_slots=1, slot_timeout=None)
+    return Simulated(pipeline, driver, library)
+
+
+def test_logits_numbers_and_kv_equal_the_routed_graph_after_any_sequence_of_passes_and_rollbacks(
+    simulated: Simulated, tiny_pipelines: dict[str, WatchedPipeline]
+) -> None:
+    assert simulated.pipeline.verifier.tiers == ("full", "slim")
+    check_against_the_routed_graph(simulated.pipeline.verifier, tiny_pipelines["model"].verifier)
+
+
+@pytest.mark.parametrize("mode", ["plain", "speculative", "cascade", "routed"])
+def test_every_mode_gives_the_text_it_gives_on_the_routed_graph(mode, simulated, tiny_pipelines):
+    for options in ({}, {"temperature": 0.8, "seed": 5}, {"repetition_penalty": 1.3}):
+        request = {"mode": mode, "max_new_tokens": 40, "ignore_eos": True, "raw": True, "logprobs": 0, **options}
+        found, wanted = (p.generate("abc abc", **request) for p in (simulated.pipeline, tiny_pipelines["model"]))
+        assert found.token_ids == wanted.token_ids
+        assert found.tiers == wanted.tiers
+        for ours, theirs in zip(found.logprobs or (), wanted.logprobs or (), strict=True):
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+def test_a_greedy_text_brings_numbers_to_the_host_and_no_row_of_the_verifier(simulated, monkeypatch):
+    verifier = simulated.pipeline.verifier
+    copied, copy = [], simulated.driver.cuMemcpyDtoHAsync
+
+    def watched(target: int, source: int, size: int, stream: int) -> Any:
+        copied.append(size)
+        return copy(target, source, size, stream)
+
+    monkeypatch.setattr(simulated.driver, "cuMemcpyDtoHAsync", watched)
+    simulated.pipeline.generate("abc abc", mode="plain", max_new_tokens=40, ignore_eos=True, raw=True)
+    assert set(copied) == {16}
+    simulated.pipeline.generate("abc abc", mode="plain", temperature=1.0, max_new_tokens=4, ignore_eos=True, raw=True)
+    assert set(copied) == {16, 4 * verifier.vocab_size}
+
+
+def test_a_step_that_comes_again_is_captured_by_whom_it_is_left_to(simulated):
+    slot = simulated.pipeline.verifier.new_slot()
+    tokens = list(range(40))
+    slot.forward("full", tokens, 0, 1)
+    found = []
+    for past in (30, 30, 30, 31, 31):  # what differs is read when the step runs, not when it was captured
+        rows = slot.forward("full", tokens[past : past + 8], past, 8)
+        found.append((past, logits_of(rows)))
+    for past, logits in found:
+        fresh = simulated.pipeline.verifier.new_slot()
+        fresh.forward("full", tokens[:past], 0, 1)
+        assert_close(logits, logits_of(fresh.forward("full", tokens[past : past + 8], past, 8)))
+    by_us = not hasattr(simulated.library, "CudaGraphStrategy")
+    assert simulated.driver.launches == (3 if by_us else 0)
+
+
+def test_sequences_in_threads_of_their_own_do_not_disturb_each_other(simulated, tiny_pipelines):
+    texts = ["abc abc", "the thing in the end", "a b c d e f", "xyz"]
+    request = {"mode": "cascade", "max_new_tokens": 30, "ignore_eos": True, "raw": True}
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda text: simulated.pipeline.generate(text, **request).token_ids, texts))
+    assert found == [tiny_pipelines["model"].generate(text, **request).token_ids for text in texts]
+
+
+def test_memory_goes_with_the_objects_that_hold_it(simulated):
+    memory = simulated.driver.memory
+    loaded = memory.held
+    slot = simulated.pipeline.verifier.new_slot()
+    slot.forward("slim", [1, 2, 3], 0, 3)[0].logits  # noqa: B018 - fetched, so that there is something to free
+    assert memory.held > loaded
+    del slot
+    gc.collect()
+    assert memory.held == loaded
+    simulated.pipeline = None  # type: ignore[assignment]
+    simulated.library.contexts.clear()
+    gc.collect()
+    assert memory.held == 0
+    assert not simulated.driver.streams
+
+
+def test_logits_that_are_no_numbers_end_the_text_with_an_error(simulated):
+    slot = simulated.pipeline.verifier.new_slot()
+    slot.forward("full", [1, 2, 3], 0, 1)
+    kv = simulated.driver.memory.at(slot._kv.address, slot._kv.size).view(np.float32)
+    kv[:] = np.nan
+    with pytest.raises(LogitsError, match="bf16"):
+        slot.forward("full", [4], 3, 1)

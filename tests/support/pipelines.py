@@ -1,0 +1,159 @@
+"""Pipelines under test: the real one over a table engine, with any drafter, and with a view of its KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from tests.support.table_engine import TableEngine
+from via_sd.runtime import Bundle, Pipeline
+from via_sd.runtime.decoding.drafters import Draft, Drafter
+from via_sd.runtime.decoding.sampling import Processor
+from via_sd.runtime.engines.protocol import FULL, Engine
+from via_sd.runtime.generation.pipeline import Tapes
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+NewDrafter = Callable[[Tapes, Processor], Drafter]
+
+
+class WatchedPipeline(Pipeline):
+    """A pipeline that remembers the KV of the sequence it serves, and takes another drafter than its bundle's."""
+
+    current: Tapes
+    replacement: NewDrafter | None = None
+
+    @contextmanager
+    def tapes(self, prompt: Sequence[int]) -> Iterator[Tapes]:
+        with super().tapes(prompt) as tapes:
+            self.current = tapes
+            yield tapes
+
+    def new_drafter(self, tapes: Tapes, processor: Processor) -> Drafter:
+        if self.replacement is not None:
+            return self.replacement(tapes, processor)
+        return super().new_drafter(tapes, processor)
+
+
+def table_pipeline(
+    engine: TableEngine,
+    directory: Path,
+    *,
+    draft_with: str | TableEngine = "ngram",
+    tokenizer: Tokenizer | None = None,
+    eos: Sequence[int] = (),
+    slim: str | None = "slim",
+    **options: Any,
+) -> WatchedPipeline:
+    """The real pipeline over `engine`.
+
+    Args:
+        directory: where the tokenizer's file goes.
+        draft_with: `ngram`, `mask` (the engine's deepest tier), or another engine, which becomes a `model` drafter.
+        tokenizer: one token a letter if None.
+        options: `max_sequences`, `retained_slots`, `slot_timeout`.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    (tokenizer or letters_tokenizer(engine.vocab_size)).save(str(directory / "tokenizer.json"))
+    drafter: Engine | None = None
+    described: dict[str, Any] = {"kind": draft_with}
+    if draft_with == "mask":
+        described["tier"] = engine.tiers[-1]
+    elif not isinstance(draft_with, str):
+        drafter, described = draft_with, {"kind": "model", "shared_vocab": engine.vocab_size}
+    # What the masks skip matters to the runtime as a cost alone: they skip most, so slim passes are worth trying.
+    kept = {"keep_attention": [True] + [False] * 4, "keep_mlp": [True] + [False] * 4}
+    manifest = {
+        "precision": "fp32",
+        "verifier": {"tiers": {tier: {"mask": kept} if tier != FULL else {} for tier in engine.tiers}},
+        "max_seq_len": engine.max_seq_len,
+        "tokenizer": {"eos_token_ids": list(eos), "special_tokens": {}, "chat_template": None},
+        "slim": slim,
+        "drafter": described,
+        "files": {"tokenizer.json": {}},
+    }
+    # A slot that never comes back is an error here, not a test that hangs.
+    limits = {"max_sequences": 8, "retained_slots": 2, "slot_timeout": 30, **options}
+    return WatchedPipeline(Bundle(directory, manifest), engine, drafter, **limits)
+
+
+def letters_tokenizer(vocab_size: int) -> Tokenizer:
+    """One token a letter: `a` is 0, `b` is 1, …"""
+    tokenizer = Tokenizer(models.WordLevel({LETTERS[i]: i for i in range(vocab_size)}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # type: ignore[assignment]
+    tokenizer.decoder = decoders.Fuse()  # type: ignore[assignment]
+    return tokenizer
+
+
+class AdversarialDrafter:
+    """Drafts blocks of random length whose tokens are right, wrong or random, as its own random stream decides.
+
+    Args:
+        right: the token that full would emit next, if the sequence is long enough to know; None otherwise.
+        seed: of the random stream.
+        sampled: draw each token from a random law of its own and declare that law, as a model drafter does.
+    """
+
+    cost = 0.0
+    seconds = 0.0
+    calls = 0
+
+    def __init__(
+        self, vocab_size: int, right: Callable[[Sequence[int]], int | None], seed: int, *, sampled: bool = False
+    ) -> None:
+        self._vocab_size, self._right, self._sampled = vocab_size, right, sampled
+        self._rng = np.random.default_rng(seed)
+
+    def read(self, sequence: Sequence[int]) -> Iterator[None]:
+        return iter(())
+
+    def expectation(self, sequence: Sequence[int]) -> int:
+        return 1
+
+    def settle(self, length: int) -> None:
+        """It keeps nothing."""
+
+    def propose(self, sequence: Sequence[int], limit: int) -> Draft:
+        tokens: list[int] = []
+        laws: list[np.ndarray | None] = []
+        # The block's length is settled before any of its tokens is drawn.
+        for _ in range(int(self._rng.integers(0, limit + 1))):
+            if self._sampled:
+                law = self._rng.dirichlet(np.full(self._vocab_size, 0.5))
+                tokens.append(int(self._rng.choice(self._vocab_size, p=law)))
+                laws.append(law)
+                continue
+            right = self._right([*sequence, *tokens])
+            if right is None or self._rng.random() < 0.3:
+                right = int(self._rng.integers(self._vocab_size))
+            tokens.append(right)
+            laws.append(None)
+        return Draft(tokens, laws)
+
+
+class ScriptedDrafter:
+    """Proposes the given blocks, one a call, each cut to what may be drafted; nothing once they are used up."""
+
+    cost = 0.0
+    seconds = 0.0
+    calls = 0
+
+    def __init__(self, *blocks: Sequence[int]) -> None:
+        self._blocks = list(blocks)
+
+    def read(self, sequence: Sequence[int]) -> Iterator[None]:
+        return iter(())
+
+    def expectation(self, sequence: Sequence[int]) -> int:
+        return 1
+
+    def settle(self, length: int) -> None:
+        """It keeps nothing."""
+
+    def propose(self, sequence: Sequence[int], limit: int) -> Draft:
+        block = list(self._blocks.pop(0)[:limit]) if self._blocks else []
+        return Draft(block, [None] * len(block))

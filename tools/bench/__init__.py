@@ -1,0 +1,1 @@
+"""Measure modes against each other on the user's machine and prompts."""

@@ -1,0 +1,35 @@
+"""Time of a pass over S tokens in every tier, measured in turn so that a drifting machine meets all alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from time import perf_counter
+
+from via_sd.runtime.engines.protocol import Engine
+
+SIZES = (1, 2, 4, 8, 16)
+#: The first passes of a size compile, allocate and capture.
+_WARM_UP = 3
+
+
+def step_times(
+    engine: Engine, *, sizes: Sequence[int] = SIZES, cached: int = 256, repeats: int = 20
+) -> dict[str, dict[int, float]]:
+    """Median milliseconds of a pass with `cached` tokens in the buffers (fewer where they hold fewer).
+
+    Every token of a pass gets a row, as in a pass that verifies a block.
+
+    Returns:
+        tier -> tokens of the pass -> milliseconds.
+    """
+    cached = min(cached, engine.max_seq_len - max(sizes))
+    slot = engine.new_slot()
+    slot.forward(engine.tiers[0], [0] * cached, 0, 1)
+    samples: dict[tuple[str, int], list[float]] = {(tier, size): [] for tier in engine.tiers for size in sizes}
+    for _ in range(_WARM_UP + repeats):
+        for (tier, size), taken in samples.items():
+            start = perf_counter()
+            slot.forward(tier, [0] * size, cached, size)
+            taken.append(1e3 * (perf_counter() - start))
+    return {tier: {size: median(samples[tier, size][_WARM_UP:]) for size in sizes} for tier in engine.tiers}

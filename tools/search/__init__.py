@@ -1,0 +1,1 @@
+"""Mask search over ONNX Runtime: search graph, evaluator, calibration text, figures of what was found."""

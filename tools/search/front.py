@@ -1,0 +1,201 @@
+"""What a mask buys and costs: the figures a search reports of each mask it found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from via_sd.masks import (
+    CompactDistributions,
+    Delta,
+    DistributionEvaluator,
+    Evaluation,
+    LookupDistributions,
+    Mask,
+    SearchResult,
+    delta_criterion,
+    forward_kl,
+    objective_by_name,
+    read_mask,
+)
+from via_sd.runtime.decoding.drafters import NgramDrafter
+from via_sd.tools.commands.console import CommandError
+from via_sd.tools.search.evaluator import SearchModel, load_search_model, open_evaluator
+from via_sd.tools.search.masked_text import MaskedText
+from via_sd.tools.search.session import Slot, keep_bits
+from via_sd.tools.search.text import CalibrationText
+
+_CACHED_TOKENS = 256
+_TIMED_STEPS = 25
+
+Drafter = LookupDistributions | CompactDistributions
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Median time of one decoding step (one token), in ms, under a mask and of the full model, measured in turn."""
+
+    slim: float
+    full: float
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class FrontPoint:
+    """A mask and its figures; costs in nats per position.
+
+    Attributes:
+        skip_ratio: share of the layers that was asked to be skipped.
+        mask: the mask.
+        cost, agreement: of the slim-verifier that reads its own KV of all scored tokens, see `Evaluation`.
+        kl: KL(full || slim) in that regime.
+        lagging: the same mask where slim reads full's KV up to `max_lag` tokens back.
+        max_lag: that many tokens.
+        step_ms: what a step takes.
+        delta: the Delta criterion for the drafter, None where the drafter proposes nothing.
+    """
+
+    skip_ratio: float
+    mask: Mask
+    cost: float
+    agreement: float
+    kl: float
+    lagging: Evaluation
+    max_lag: int
+    step_ms: StepTimes
+    delta: Delta | None
+
+    @property
+    def step_ratio(self) -> float:
+        """Step time under the mask over the full model's."""
+        return self.step_ms.slim / self.step_ms.full
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures, as a mask file keeps them."""
+        return {
+            "cost": self.cost,
+            "agreement": self.agreement,
+            "kl": self.kl,
+            "regime": {
+                "kv": "own",
+                "max_lag": self.max_lag,
+                "cost_at_max_lag": self.lagging.cost,
+                "agreement_at_max_lag": self.lagging.agreement,
+            },
+            "step_ms": asdict(self.step_ms),
+            "delta": self.delta and self.delta.to_json(),
+        }
+
+
+class Measurements:
+    """Measures masks on one text.
+
+    Args:
+        evaluator: over a `MaskedText` of `model`.
+        model: the verifier.
+        drafter: the drafter's distributions at the scored positions.
+        max_lag: see `FrontPoint`.
+        alpha, beta: of the Delta criterion, which is stated in the paper's objective whatever the search minimises.
+    """
+
+    def __init__(
+        self,
+        evaluator: DistributionEvaluator,
+        model: SearchModel,
+        drafter: Drafter,
+        *,
+        max_lag: int,
+        alpha: float,
+        beta: float,
+    ) -> None:
+        assert isinstance(evaluator.model, MaskedText)
+        self._evaluator = evaluator
+        self._model = model
+        self._drafter = drafter
+        self._max_lag = max_lag
+        self._via = objective_by_name("via", alpha=alpha, beta=beta)
+        lagging = evaluator.model.lagging(max_lag)
+        self._lagging = DistributionEvaluator(lagging, evaluator.objective, {}, full=evaluator.full)
+
+    def point(self, skip_ratio: float, result: SearchResult) -> FrontPoint:
+        """The figures of what a search found."""
+        mask = result.mask
+        (kl,), _ = self._evaluator.score(mask, [forward_kl])
+        return FrontPoint(
+            skip_ratio=skip_ratio,
+            mask=mask,
+            cost=result.cost,
+            agreement=result.agreement,
+            kl=kl,
+            lagging=self._lagging.evaluate(mask),
+            max_lag=self._max_lag,
+            step_ms=step_times(self._model, mask),
+            delta=self._delta(mask),
+        )
+
+    def _delta(self, mask: Mask) -> Delta | None:
+        positions = self._drafter.proposed if isinstance(self._drafter, LookupDistributions) else None
+        if positions is not None and not positions.any():
+            return None
+        slim = self._evaluator.distributions(mask)
+        return delta_criterion(self._evaluator.full, slim, self._drafter, self._via, positions=positions)
+
+
+def step_times(model: SearchModel, mask: Mask) -> StepTimes:
+    """Time a decoding step with 256 tokens cached, or as many as the model takes."""
+    session = model.session
+    cached = min(_CACHED_TOKENS, model.max_seq_len - 1)
+    slot = Slot(session, cached + 1)
+    logits = np.empty((1, session.vocab_size), np.float32)
+    slim, full = keep_bits(mask), (1 << session.num_sublayers) - 1
+    times: dict[int, list[float]] = {slim: [], full: []}
+    for _ in range(_TIMED_STEPS):
+        for keep, taken in times.items():
+            start = time.perf_counter()
+            slot.run([0], cached, None, keep, {}, logits)
+            taken.append(1e3 * (time.perf_counter() - start))
+    return StepTimes(median(times[slim]), median(times[full]), cached)
+
+
+def drafter_distributions(
+    drafter: str,
+    model: SearchModel,
+    evaluator: DistributionEvaluator,
+    texts: Sequence[CalibrationText],
+    threads: int | None,
+) -> Drafter:
+    """What a drafter would propose at every scored position.
+
+    Args:
+        drafter: `ngram`, `mask:FILE`, or a model (path or hub id) with the verifier's vocabulary.
+
+    Raises:
+        CommandError, MaskError: no such drafter, or one that does not fit the verifier.
+    """
+    if drafter == "ngram":
+        return _lookup(texts, model.session.vocab_size)
+    if drafter.startswith("mask:"):
+        mask = read_mask(drafter.removeprefix("mask:"), num_layers=evaluator.num_layers)
+        mask.check_model(model.model)
+        return evaluator.distributions(mask)
+    other = load_search_model(drafter, threads=threads)
+    if other.session.vocab_size != model.session.vocab_size:
+        raise CommandError(
+            f"drafter {drafter} has {other.session.vocab_size} tokens, the verifier {model.session.vocab_size}; "
+            "wanted a drafter with the verifier's vocabulary"
+        )
+    return open_evaluator(other, texts, objective="kl", threads=threads).full
+
+
+def _lookup(texts: Sequence[CalibrationText], vocab_size: int) -> LookupDistributions:
+    proposals: list[int] = []
+    for text in texts:
+        lookup = NgramDrafter()
+        for end in range(text.start + 1, len(text.tokens) + 1):
+            proposals += lookup.propose(text.tokens[:end], 1).tokens or [-1]
+    return LookupDistributions(np.array(proposals, np.int64), vocab_size)

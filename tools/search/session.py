@@ -1,0 +1,157 @@
+"""ONNX Runtime over the search graph: one session that runs any subset of the sublayers over a piece of text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from via_sd.masks import Mask
+from via_sd.tools.commands.console import CommandError
+
+Floats = NDArray[np.float32]
+
+#: Files and names of a search graph, see `search_graph`.
+GRAPH_FILE = "search.onnx"
+DESCRIPTION_FILE = "search.json"
+HIDDEN = "hidden"
+RESUME = "resume"
+
+_NO_LOGITS = -(1 << 62)  # the slice of the last rows then begins behind the last one
+
+
+def boundary_output(boundary: int) -> str:
+    """Name of the output that holds the stream before sublayer `boundary`."""
+    return f"hidden_{boundary}"
+
+
+def keep_bits(mask: Mask) -> int:
+    """The sublayers `mask` keeps: bit i is set where sublayer i runs."""
+    return sum(1 << index for index, flag in enumerate(mask.sublayers) if flag)
+
+
+class SearchSession:
+    """ONNX Runtime over a search graph.
+
+    Args:
+        directory: where `write_search_graph` wrote it.
+        boundaries: what that returned.
+        kv: the manifest's `kv` of this decoder.
+        threads: of one run; ONNX Runtime's default if None.
+    """
+
+    def __init__(
+        self, directory: Path, boundaries: Sequence[int], kv: Mapping[str, Any], *, threads: int | None = None
+    ) -> None:
+        try:
+            import onnxruntime as ort
+        except ImportError:
+            raise CommandError("the search runs on ONNX Runtime: pip install 'via-sd-export[cpu]' (or [gpu])") from None
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads or 0
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        path = os.fspath(directory / GRAPH_FILE)
+        self.ort = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        inputs = {value.name: value for value in self.ort.get_inputs()}
+        self.num_sublayers: int = inputs["keep"].shape[0]
+        self.hidden_size: int = inputs[HIDDEN].shape[-1]
+        self.vocab_size: int = next(o for o in self.ort.get_outputs() if o.name == "logits").shape[-1]
+        self.boundaries = tuple(boundaries)
+        self.kv = kv
+        self._head: Slot | None = None
+
+    def head(self, hidden: Floats, out: Floats) -> None:
+        """Logits of the final `hidden` [rows, hidden size] into `out` [rows, vocab]."""
+        if self._head is None:
+            self._head = Slot(self, 1)
+        self._head.run([], 0, hidden, 0, {}, out)
+
+    def greedy(self, prompt: Sequence[int], limit: int, eos: Collection[int]) -> list[int]:
+        """The full model's greedy continuation of `prompt`: at most `limit` tokens, without the one in `eos` that
+        ended it.
+        """
+        everything = (1 << self.num_sublayers) - 1
+        slot = Slot(self, len(prompt) + limit)
+        logits = np.empty((1, self.vocab_size), np.float32)
+        answer: list[int] = []
+        fed: Sequence[int] = prompt
+        past = 0
+        while len(answer) < limit:
+            slot.run(fed, past, None, everything, {}, logits)
+            past += len(fed)
+            token = int(logits[0].argmax())
+            if token in eos:
+                break
+            answer.append(token)
+            fed = [token]
+        return answer
+
+
+class Slot:
+    """KV buffers of one sequence of at most `capacity` tokens, bound in place."""
+
+    def __init__(self, session: SearchSession, capacity: int) -> None:
+        kv = session.kv
+        self._session = session
+        shape = (kv["num_layers"], len(kv["parts"]), 1, kv["num_heads"], capacity, kv["head_dim"])
+        #: [layer, part, 1, heads, capacity, head dim]
+        self.buffers = np.zeros(shape, kv["dtype"])
+        self._binding = session.ort.io_binding()
+        self._present: dict[str, NDArray[Any]] = {}
+        for layer in range(kv["num_layers"]):
+            for index, part in enumerate(kv["parts"]):
+                buffer = self.buffers[layer, index]
+                self._bind(kv["past"].format(layer=layer, part=part), buffer)
+                self._present[kv["present"].format(layer=layer, part=part)] = buffer
+
+    def run(
+        self,
+        tokens: Sequence[int],
+        past: int,
+        hidden: Floats | None,
+        keep: int,
+        streams: Mapping[int, Floats],
+        logits: Floats | None = None,
+    ) -> None:
+        """Run the sublayers in `keep` over one piece of text.
+
+        Args:
+            tokens: the piece, unless `hidden` is given.
+            past: tokens before it, whose KV the buffers hold.
+            hidden: the stream to start from instead, [length, hidden size].
+            keep: bit i set: sublayer i runs.
+            streams: where the stream before sublayer b goes, by boundary b, each [length, hidden size].
+            logits: where the logits of the last rows go, [rows, vocab].
+        """
+        session, binding = self._session, self._binding
+        length = len(tokens) if hidden is None else len(hidden)
+        count = session.num_sublayers
+        given = np.zeros((0, session.hidden_size), np.float32) if hidden is None else hidden
+        feeds = {
+            "input_ids": np.array(tokens if hidden is None else [0] * length, np.int64)[None],
+            "last_position": np.array([past + length - 1], np.int32),
+            "total_length": np.array(past + length, np.int32),
+            "num_logits": np.array([_NO_LOGITS if logits is None else len(logits)], np.int64),
+            "keep": np.array([keep >> i & 1 for i in range(count)], bool),
+            RESUME: np.array([hidden is not None]),
+            HIDDEN: given[None],
+        }
+        for name, array in feeds.items():
+            assert isinstance(array, np.ndarray)
+            self._bind(name, array)
+        # What an earlier run was asked for must not be written again: its arrays belong to others by now.
+        binding.clear_binding_outputs()
+        outputs = {**self._present, **{boundary_output(b): stream[None] for b, stream in streams.items()}}
+        if logits is not None:
+            outputs["logits"] = logits[None]
+        for name, array in outputs.items():
+            binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+        session.ort.run_with_iobinding(binding)
+
+    def _bind(self, name: str, array: NDArray[Any]) -> None:
+        self._binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)

@@ -1,0 +1,1 @@
+"""Compare the tiers of a bundle with transformers."""

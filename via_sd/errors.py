@@ -1,0 +1,33 @@
+"""The failures a caller is expected to handle. Each message says what was found, what was wanted and what to do."""
+
+
+class ViaSdError(Exception):
+    """Base of every expected failure."""
+
+
+class MaskError(ViaSdError):
+    """A mask file that cannot be read, or a mask that does not fit its model."""
+
+
+class BundleError(ViaSdError):
+    """A bundle that is missing, damaged, of another version, or lacks what was asked of it."""
+
+
+class ExportError(ViaSdError):
+    """An export that cannot be done as asked."""
+
+
+class UnsupportedModelError(ExportError):
+    """A model whose structure or semantics this toolkit cannot represent."""
+
+
+class RepositoryError(ExportError):
+    """A Triton model repository that cannot be written as asked."""
+
+
+class RequestError(ViaSdError):
+    """A request that cannot be served as it was made: prompt, mode or parameters."""
+
+
+class BusyError(ViaSdError):
+    """Every KV slot is taken and none became free in time."""
