@@ -31,3 +31,19 @@ class RequestError(ViaSdError):
 
 class BusyError(ViaSdError):
     """Every KV slot is taken and none became free in time."""
+
+
+class PromptFileError(ViaSdError):
+    """A file of prompts that cannot be read, or that holds no prompts."""
+
+
+class SearchError(ViaSdError):
+    """A mask search that cannot be run as asked: verifier, scoring text, objective or drafter."""
+
+
+class ValidationError(ViaSdError):
+    """A comparison with transformers that cannot be made as asked."""
+
+
+class DownloadError(ViaSdError):
+    """A model that cannot be fetched, or is not the one that was wanted."""

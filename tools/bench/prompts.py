@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from via_sd.tools.commands.console import CommandError
+from via_sd.errors import PromptFileError
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ def read_prompts(path: Path) -> list[Prompt]:
     """The prompts in `path`; a line without a bucket goes to `default`.
 
     Raises:
-        CommandError: no file, a line that is no JSON object with a `prompt`, or no prompt at all.
+        PromptFileError: no file, a line that is no JSON object with a `prompt`, or no prompt at all.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"cannot read prompts {path}: {error}") from None
+        raise PromptFileError(f"cannot read prompts {path}: {error}") from None
     prompts = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -34,10 +34,10 @@ def read_prompts(path: Path) -> list[Prompt]:
         try:
             data = json.loads(line)
         except json.JSONDecodeError as error:
-            raise CommandError(f"{path}, line {number} is not JSON: {error}") from None
+            raise PromptFileError(f"{path}, line {number} is not JSON: {error}") from None
         if not isinstance(data, dict) or not isinstance(data.get("prompt"), str) or not data["prompt"]:
-            raise CommandError(f'{path}, line {number}: wanted {{"prompt": "…", "bucket": "…"}}, found {line[:60]}')
+            raise PromptFileError(f'{path}, line {number}: wanted {{"prompt": "…", "bucket": "…"}}, found {line[:60]}')
         prompts.append(Prompt(data["prompt"], str(data.get("bucket", "default"))))
     if not prompts:
-        raise CommandError(f"{path} has no prompts")
+        raise PromptFileError(f"{path} has no prompts")
     return prompts

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from via_sd.errors import RequestError
 from via_sd.runtime import GenerationConfig, Pipeline
 from via_sd.runtime.decoding.statistics import JudgedMargin
 from via_sd.tools.bench.prompts import Prompt
-from via_sd.tools.commands.console import CommandError
 
 PLAIN = "plain"
 
@@ -56,7 +56,7 @@ def run_bench(
     for prompt in prompts:
         room = pipeline.capacity - len(pipeline.encode(prompt.text))
         if room < max_new_tokens:
-            raise CommandError(
+            raise RequestError(
                 f"prompt {prompt.text[:40]!r}… leaves room for {room} tokens in the KV buffers, wanted {max_new_tokens}"
             )
     every = {PLAIN: {"mode": PLAIN}, **settings}

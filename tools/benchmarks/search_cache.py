@@ -13,7 +13,7 @@ from via_sd.files import write_whole
 from via_sd.masks import OBJECTIVES, DistributionEvaluator, Evaluation, Mask, objective_by_name
 from via_sd.tools.search.evaluator import greedy_texts, load_search_model, open_evaluator
 from via_sd.tools.search.session import keep_bits
-from via_sd.tools.search.text import CalibrationText
+from via_sd.tools.search.text import ScoringText
 
 
 class OutOfTimeError(Exception):
@@ -102,13 +102,13 @@ class EvaluationCache:
         return self._evaluator
 
 
-def stored_texts(file: Path, make: Callable[[], list[CalibrationText]]) -> list[CalibrationText]:
+def stored_texts(file: Path, make: Callable[[], list[ScoringText]]) -> list[ScoringText]:
     """The texts in `file`, made and written there if there is none."""
     if not file.exists():
         data = [{"tokens": text.tokens, "start": text.start} for text in make()]
         write_whole(file, json.dumps(data) + "\n")
     stored = json.loads(file.read_text(encoding="utf-8"))
-    return [CalibrationText(tuple(text["tokens"]), text["start"]) for text in stored]
+    return [ScoringText(tuple(text["tokens"]), text["start"]) for text in stored]
 
 
 class CachedEvaluator:

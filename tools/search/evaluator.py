@@ -1,4 +1,4 @@
-"""From a verifier to something that evaluates masks: search graph, calibration text, full distributions."""
+"""From a verifier to something that evaluates masks: search graph, scoring text, full distributions."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from via_sd.errors import SearchError
 from via_sd.masks import (
     DEFAULT_ALPHA,
     DEFAULT_BETA,
@@ -21,10 +22,9 @@ from via_sd.masks import (
     ModelIdentity,
     objective_by_name,
 )
-from via_sd.tools.commands.console import BAD_INPUT, CommandError
 from via_sd.tools.search.masked_text import MaskedText
-from via_sd.tools.search.session import DESCRIPTION_FILE, SearchSession
-from via_sd.tools.search.text import CalibrationText, continuations, encode_prompts, from_file, tokens_hash
+from via_sd.tools.search.session import DESCRIPTION_FILE, REFUSED, SearchSession
+from via_sd.tools.search.text import ScoringText, continuations, encode_prompts, from_file, tokens_hash
 
 Progress = Callable[[str, float | None], None]
 
@@ -58,7 +58,7 @@ def load_search_model(verifier: str | Path, *, threads: int | None = None) -> Se
     """Load a verifier (Hugging Face directory, hub id, GGUF file, ONNX decoder) or a bundle for a search.
 
     Raises:
-        CommandError: nothing usable at `verifier`, with the exporter's reason.
+        SearchError: nothing usable at `verifier`, with the exporter's reason.
     """
     with TemporaryDirectory(prefix="via-sd-search-") as scratch:
         directory = Path(scratch)
@@ -66,11 +66,11 @@ def load_search_model(verifier: str | Path, *, threads: int | None = None) -> Se
         built = subprocess.run(command, capture_output=True, text=True, check=False)
         if built.returncode:
             reason = built.stderr.strip() or f"building the search graph ended with exit code {built.returncode}"
-            if built.returncode == BAD_INPUT:
-                raise CommandError(reason)
+            if built.returncode == REFUSED:
+                raise SearchError(reason)
             last = reason.splitlines()[-1]
             hint = "; pip install 'via-sd-export[export]'" if last.startswith("ModuleNotFoundError") else ""
-            raise CommandError(f"the search graph could not be built: {last}{hint}")
+            raise SearchError(f"the search graph could not be built: {last}{hint}")
         description = json.loads((directory / DESCRIPTION_FILE).read_text(encoding="utf-8"))
         # Once loaded the session needs no file: the weights are mapped or packed.
         return SearchModel(
@@ -86,29 +86,29 @@ def load_search_model(verifier: str | Path, *, threads: int | None = None) -> Se
 
 def greedy_texts(
     model: SearchModel, prompts: Sequence[str], window: int, progress: Progress = lambda *_: None
-) -> list[CalibrationText]:
+) -> list[ScoringText]:
     """The verifier's own greedy answers to `prompts`, `window` tokens in all."""
     encoded = encode_prompts(model.tokenizer, model.tokenizer_description, prompts)
     room = model.max_seq_len - max(map(len, encoded))
     if room < 1:
-        raise CommandError(f"a prompt has more than the {model.max_seq_len} tokens the model takes; shorten it")
+        raise SearchError(f"a prompt has more than the {model.max_seq_len} tokens the model takes; shorten it")
     eos = frozenset(model.tokenizer_description["eos_token_ids"])
     return continuations(
         encoded,
         window,
         lambda prompt, limit: model.session.greedy(prompt, min(limit, room), eos),
-        lambda share: progress("generating calibration text", share),
+        lambda share: progress("generating scoring text", share),
     )
 
 
-def file_text(model: SearchModel, path: Path, window: int) -> list[CalibrationText]:
+def file_text(model: SearchModel, path: Path, window: int) -> list[ScoringText]:
     """The first `window` tokens of a text file."""
     return from_file(path, model.tokenizer, window, model.max_seq_len)
 
 
 def open_evaluator(
     model: SearchModel,
-    texts: Sequence[CalibrationText],
+    texts: Sequence[ScoringText],
     *,
     objective: str = DEFAULT_OBJECTIVE,
     alpha: float = DEFAULT_ALPHA,
@@ -118,12 +118,12 @@ def open_evaluator(
     """Evaluates masks of `model` on `texts`; runs the full model once, to have its distributions.
 
     Raises:
-        CommandError: no such objective, or alpha or beta outside their domain.
+        SearchError: no such objective, or alpha or beta outside their domain.
     """
     try:
         function = objective_by_name(objective, alpha=alpha, beta=beta)
     except ValueError as error:
-        raise CommandError(str(error)) from None
+        raise SearchError(str(error)) from None
     identity = {
         "model": model.model.to_json(),
         "precision": model.precision,

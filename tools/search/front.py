@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from via_sd.errors import SearchError
 from via_sd.masks import (
     CompactDistributions,
     Delta,
@@ -24,11 +25,10 @@ from via_sd.masks import (
     read_mask,
 )
 from via_sd.runtime.decoding.drafters import NgramDrafter
-from via_sd.tools.commands.console import CommandError
 from via_sd.tools.search.evaluator import SearchModel, load_search_model, open_evaluator
 from via_sd.tools.search.masked_text import MaskedText
 from via_sd.tools.search.session import Slot, keep_bits
-from via_sd.tools.search.text import CalibrationText
+from via_sd.tools.search.text import ScoringText
 
 _CACHED_TOKENS = 256
 _TIMED_STEPS = 25
@@ -166,7 +166,7 @@ def drafter_distributions(
     drafter: str,
     model: SearchModel,
     evaluator: DistributionEvaluator,
-    texts: Sequence[CalibrationText],
+    texts: Sequence[ScoringText],
     threads: int | None,
 ) -> Drafter:
     """What a drafter would propose at every scored position.
@@ -175,7 +175,7 @@ def drafter_distributions(
         drafter: `ngram`, `mask:FILE`, or a model (path or hub id) with the verifier's vocabulary.
 
     Raises:
-        CommandError, MaskError: no such drafter, or one that does not fit the verifier.
+        SearchError, MaskError: no such drafter, or one that does not fit the verifier.
     """
     if drafter == "ngram":
         return _lookup(texts, model.session.vocab_size)
@@ -185,14 +185,14 @@ def drafter_distributions(
         return evaluator.distributions(mask)
     other = load_search_model(drafter, threads=threads)
     if other.session.vocab_size != model.session.vocab_size:
-        raise CommandError(
+        raise SearchError(
             f"drafter {drafter} has {other.session.vocab_size} tokens, the verifier {model.session.vocab_size}; "
             "wanted a drafter with the verifier's vocabulary"
         )
     return open_evaluator(other, texts, objective="kl", threads=threads).full
 
 
-def _lookup(texts: Sequence[CalibrationText], vocab_size: int) -> LookupDistributions:
+def _lookup(texts: Sequence[ScoringText], vocab_size: int) -> LookupDistributions:
     proposals: list[int] = []
     for text in texts:
         lookup = NgramDrafter()

@@ -14,6 +14,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from via_sd.errors import ViaSdError
 from via_sd.export.passes import RoutePass, find_sublayers, plan_segments
 from via_sd.export.portable.unroute import UnroutePass
 from via_sd.export.sources.checkpoint import open_checkpoint
@@ -21,8 +22,7 @@ from via_sd.export.writer.bundle import DEFAULT_MAX_SEQ_LEN, _kv_contract, lower
 from via_sd.export.writer.tokenizer import export_tokenizer
 from via_sd.export.writer.weights import load_graph, save_graph, write_weights
 from via_sd.runtime import load_bundle
-from via_sd.tools.commands.console import BAD_INPUT, EXPECTED_FAILURES
-from via_sd.tools.search.session import DESCRIPTION_FILE, GRAPH_FILE, HIDDEN, RESUME, boundary_output
+from via_sd.tools.search.session import DESCRIPTION_FILE, GRAPH_FILE, HIDDEN, REFUSED, RESUME, boundary_output
 
 
 class OpenStreamPass(ir.passes.InPlacePass):
@@ -142,9 +142,9 @@ def main() -> int:
     verifier, directory = sys.argv[1:]
     try:
         build(verifier, Path(directory))
-    except EXPECTED_FAILURES as error:
+    except ViaSdError as error:
         sys.stderr.write(str(error))
-        return BAD_INPUT
+        return REFUSED
     return 0
 
 

@@ -1,4 +1,4 @@
-"""A model that runs under any mask over a calibration text, with what candidates have in common run once.
+"""A model that runs under any mask over a scoring text, with what candidates have in common run once.
 
 The streams at regular boundaries of recent candidates are kept, and a candidate starts behind the last boundary up to
 which one of them ran exactly the sublayers it runs. The full model's are kept for good, so that a candidate never
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from via_sd.masks import Mask
 from via_sd.tools.search.session import Floats, SearchSession, Slot, keep_bits
-from via_sd.tools.search.text import CalibrationText
+from via_sd.tools.search.text import ScoringText
 
 _LOGITS_ELEMENTS = 12_500_000  # of one block: 50 MB
 
@@ -28,11 +28,11 @@ class MaskedText:
 
     Args:
         session: what runs the graph.
-        texts: the calibration texts.
+        texts: the scoring texts.
         cache_bytes: memory for streams of recent candidates, on top of the full model's own.
     """
 
-    def __init__(self, session: SearchSession, texts: Sequence[CalibrationText], *, cache_bytes: int) -> None:
+    def __init__(self, session: SearchSession, texts: Sequence[ScoringText], *, cache_bytes: int) -> None:
         everything = (1 << session.num_sublayers) - 1
         self._setup(session, [_Sequence(session, text, everything) for text in texts], cache_bytes, None)
 
@@ -91,9 +91,9 @@ class MaskedText:
 
 
 class _Sequence:
-    """One calibration text and its KV buffers, in which the prompt's KV is the full model's."""
+    """One scoring text and its KV buffers, in which the prompt's KV is the full model's."""
 
-    def __init__(self, session: SearchSession, text: CalibrationText, everything: int) -> None:
+    def __init__(self, session: SearchSession, text: ScoringText, everything: int) -> None:
         self._text = text
         self._slot = Slot(session, len(text.tokens))
         self._full_kv: NDArray[np.generic] | None = None

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from via_sd.errors import SearchError
 from via_sd.masks import Mask
-from via_sd.tools.commands.console import CommandError
 
 Floats = NDArray[np.float32]
 
@@ -20,6 +20,8 @@ GRAPH_FILE = "search.onnx"
 DESCRIPTION_FILE = "search.json"
 HIDDEN = "hidden"
 RESUME = "resume"
+#: Exit code of the process that builds one, see `graph`, for an expected failure; the reason is on stderr.
+REFUSED = 2
 
 _NO_LOGITS = -(1 << 62)  # the slice of the last rows then begins behind the last one
 
@@ -50,7 +52,7 @@ class SearchSession:
         try:
             import onnxruntime as ort
         except ImportError:
-            raise CommandError("the search runs on ONNX Runtime: pip install 'via-sd-export[cpu]' (or [gpu])") from None
+            raise SearchError("the search runs on ONNX Runtime: pip install 'via-sd-export[cpu]' (or [gpu])") from None
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads or 0
         options.inter_op_num_threads = 1

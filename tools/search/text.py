@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from via_sd.errors import SearchError
 from via_sd.runtime.generation.chat import render_chat
-from via_sd.tools.commands.console import CommandError
 
-#: Calibration window tau of the paper, in tokens.
+#: Tokens that are scored: the window tau of the paper, section 2.4.
 DEFAULT_WINDOW = 1000
 
 
 @dataclass(frozen=True)
-class CalibrationText:
+class ScoringText:
     """One sequence: tokens from `start` on are scored, those before are a prompt, which full always reads itself."""
 
     tokens: tuple[int, ...]
@@ -29,7 +29,7 @@ class CalibrationText:
         return len(self.tokens) - self.start
 
 
-def tokens_hash(texts: Sequence[CalibrationText]) -> str:
+def tokens_hash(texts: Sequence[ScoringText]) -> str:
     """SHA-256 over lengths, starts and tokens of `texts`."""
     digest = hashlib.sha256()
     for text in texts:
@@ -52,7 +52,7 @@ def continuations(
     window: int,
     continue_greedily: Callable[[Sequence[int], int], list[int]],
     progress: Callable[[float], None] = lambda _: None,
-) -> list[CalibrationText]:
+) -> list[ScoringText]:
     """The verifier's own greedy continuations of `prompts`, `window` tokens in all, shared out evenly.
 
     Args:
@@ -60,34 +60,34 @@ def continuations(
         progress: called with the share done.
 
     Raises:
-        CommandError: the verifier has nothing to say to any of the prompts.
+        SearchError: the verifier has nothing to say to any of the prompts.
     """
-    texts: list[CalibrationText] = []
+    texts: list[ScoringText] = []
     missing = window
     for index, prompt in enumerate(prompts):
         # What an answer that ended early left over goes to the prompts that follow.
         share = -(-missing // (len(prompts) - index))
         answer = continue_greedily(prompt, share) if share else []
         if answer:
-            texts.append(CalibrationText((*prompt, *answer), len(prompt)))
+            texts.append(ScoringText((*prompt, *answer), len(prompt)))
             missing -= len(answer)
         progress((index + 1) / len(prompts))
     if not texts:
-        raise CommandError("the verifier ends its answer at once for every prompt; give it other prompts")
+        raise SearchError("the verifier ends its answer at once for every prompt; give it other prompts")
     return texts
 
 
-def from_file(path: Path, tokenizer: Any, window: int, max_seq_len: int) -> list[CalibrationText]:
+def from_file(path: Path, tokenizer: Any, window: int, max_seq_len: int) -> list[ScoringText]:
     """The first `window` tokens of a text file, in pieces of at most `max_seq_len`; all of them are scored.
 
     Raises:
-        CommandError: no text there.
+        SearchError: no text there.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"cannot read text {path}: {error}") from None
+        raise SearchError(f"cannot read text {path}: {error}") from None
     tokens = tokenizer.encode(text, add_special_tokens=True).ids[:window]
     if not tokens:
-        raise CommandError(f"{path} has no text")
-    return [CalibrationText(tuple(tokens[i : i + max_seq_len])) for i in range(0, len(tokens), max_seq_len)]
+        raise SearchError(f"{path} has no text")
+    return [ScoringText(tuple(tokens[i : i + max_seq_len])) for i in range(0, len(tokens), max_seq_len)]

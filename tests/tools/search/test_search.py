@@ -21,12 +21,12 @@ from via_sd.tools.commands.main import app
 from via_sd.tools.search.evaluator import SearchModel, load_search_model, open_evaluator
 from via_sd.tools.search.front import drafter_distributions
 from via_sd.tools.search.masked_text import MaskedText
-from via_sd.tools.search.text import CalibrationText
+from via_sd.tools.search.text import ScoringText
 
 for module in ("optuna", "matplotlib"):
     pytest.importorskip(module, reason="needs the search extra")
 
-TEXTS = (CalibrationText(tuple(range(5, 75)), start=9), CalibrationText(tuple(range(90, 40, -1))))
+TEXTS = (ScoringText(tuple(range(5, 75)), start=9), ScoringText(tuple(range(90, 40, -1))))
 #: Copies behind layers of the six-layer checkpoint, and where they end up among the nine.
 COPIES = [0, 2, 0, 1, 0, 0]
 PLANTED = [2, 3, 6]
@@ -144,7 +144,7 @@ def test_slim_is_nearer_to_full_when_it_reads_fulls_kv(model: SearchModel) -> No
 
 
 def test_the_ngram_drafters_proposals_stand_at_the_positions_after_which_it_makes_them(model: SearchModel) -> None:
-    text = CalibrationText((7, 8, 9, 7, 8, 9, 7), start=2)
+    text = ScoringText((7, 8, 9, 7, 8, 9, 7), start=2)
     found = open_evaluator(model, [text], objective="via", alpha=0.5, beta=0.3, threads=2)
     laws = drafter_distributions("ngram", model, found, [text], 2)
     assert len(laws) == text.scored == 5
