@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 #: Modules of the import root itself, which everybody may import.
-GROUND = {"errors", "files", "lazy", "version"}
+GROUND = {"errors", "files", "lazy", "progress", "version"}
 #: What each package of ours may import of ours besides.
 ALLOWED = {
     "masks": {"masks"},

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from via_sd.tools.commands.console import CommandError
-from via_sd.tools.demo.smollm2 import cache_directory
+from via_sd.errors import ViaSdError
+from via_sd.tools.demo.packaged_models import cache_directory
 
 WHEEL = "nvidia-pytriton"
 WHEEL_VERSION = "0.7.0"
@@ -30,7 +30,7 @@ SERVER_VERSION = "2.51.0"
 OLDER_NUMPY = "1.26.4"  # the last before 2
 
 
-class TritonServerError(CommandError):
+class TritonServerError(ViaSdError):
     """The server could not be fetched, started or stopped; the message says what to do."""
 
 

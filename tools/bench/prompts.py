@@ -17,14 +17,14 @@ class Prompt:
     bucket: str
 
 
-def read_prompts(path: Path) -> list[Prompt]:
+def read_prompts(path: str | Path) -> list[Prompt]:
     """The prompts in `path`; a line without a bucket goes to `default`.
 
     Raises:
         PromptFileError: no file, a line that is no JSON object with a `prompt`, or no prompt at all.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise PromptFileError(f"cannot read prompts {path}: {error}") from None
     prompts = []

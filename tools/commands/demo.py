@@ -16,7 +16,8 @@ from via_sd.tools.bench.report import comparison
 from via_sd.tools.bench.run import run_bench, settings_of, summarise
 from via_sd.tools.commands.console import command, err, out, progress_bar
 from via_sd.tools.commands.generate import show, summary
-from via_sd.tools.demo.smollm2 import cache_directory, fetch_smollm2
+from via_sd.tools.demo.packaged_models import cache_directory
+from via_sd.tools.demo.smollm2 import fetch_smollm2
 
 #: One prompt of each kind a drafter behaves differently on.
 PROMPTS = (

@@ -24,7 +24,8 @@ from via_sd.runtime.engines.rows import logits_of
 from via_sd.runtime.engines.tensorrt.cuda import Cuda
 from via_sd.tools.bench.prompts import Prompt
 from via_sd.tools.bench.run import PLAIN, run_bench, settings_of, summarise
-from via_sd.tools.calibration.calibrate import measure_costs, pipeline_by
+from via_sd.tools.calibration.latency import measure_costs
+from via_sd.tools.calibration.rounds import pipeline_by
 from via_sd.tools.commands.build import Dtype, build_here
 from via_sd.tools.commands.console import CheckFailedError, CommandError, command, err, out, print_json, progress_bar
 from via_sd.tools.commands.options import AsJson

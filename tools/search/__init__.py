@@ -22,14 +22,14 @@ from via_sd.lazy import lazy_names
 if TYPE_CHECKING:
     from via_sd.tools.search.front import FrontPoint
     from via_sd.tools.search.plots import plot_front, plot_search
-    from via_sd.tools.search.search import FoundMask, SearchOptions, search_masks
+    from via_sd.tools.search.run import FoundMask, SearchOptions, search_masks
 else:
     __getattr__ = lazy_names(
         __name__,
         {
             "FrontPoint": "via_sd.tools.search.front",
             **dict.fromkeys(("plot_front", "plot_search"), "via_sd.tools.search.plots"),
-            **dict.fromkeys(("FoundMask", "SearchOptions", "search_masks"), "via_sd.tools.search.search"),
+            **dict.fromkeys(("FoundMask", "SearchOptions", "search_masks"), "via_sd.tools.search.run"),
         },
     )
 

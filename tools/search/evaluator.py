@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,11 +22,10 @@ from via_sd.masks import (
     ModelIdentity,
     objective_by_name,
 )
+from via_sd.progress import Progress, no_progress
 from via_sd.tools.search.masked_text import MaskedText
 from via_sd.tools.search.session import DESCRIPTION_FILE, REFUSED, SearchSession
 from via_sd.tools.search.text import ScoringText, continuations, encode_prompts, from_file, tokens_hash
-
-Progress = Callable[[str, float | None], None]
 
 #: Streams of recent candidates may take this share of the weights' size.
 _CACHE_SHARE = 0.25
@@ -85,7 +84,7 @@ def load_search_model(verifier: str | Path, *, threads: int | None = None) -> Se
 
 
 def greedy_texts(
-    model: SearchModel, prompts: Sequence[str], window: int, progress: Progress = lambda *_: None
+    model: SearchModel, prompts: Sequence[str], window: int, progress: Progress = no_progress
 ) -> list[ScoringText]:
     """The verifier's own greedy answers to `prompts`, `window` tokens in all."""
     encoded = encode_prompts(model.tokenizer, model.tokenizer_description, prompts)

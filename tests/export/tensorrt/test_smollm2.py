@@ -19,13 +19,13 @@ import transformers
 
 from tests.support.portable_session import PortableSession, open_portable
 from tests.support.segments import build_segment, cut_before
+from via_sd.errors import DownloadError
 from via_sd.export import export_bundle
 from via_sd.export.portable import to_portable
 from via_sd.export.sources.gguf import gguf_to_directory
 from via_sd.export.tensorrt import build_engines
 from via_sd.export.tensorrt.library import load_library
 from via_sd.masks import Mask
-from via_sd.tools.commands.console import CommandError
 from via_sd.tools.demo.smollm2 import fetch_smollm2
 
 pytest.importorskip("tensorrt_rtx", reason="needs the tensorrt-rtx extra")
@@ -47,7 +47,7 @@ STEPS = (40, 5, 1, 1, 5)
 def checkpoint(tmp_path_factory) -> Iterator[Path]:
     try:
         gguf = fetch_smollm2()
-    except CommandError as error:
+    except DownloadError as error:
         pytest.skip(str(error))
     directory = tmp_path_factory.mktemp("smollm2") / "checkpoint"
     directory.mkdir()

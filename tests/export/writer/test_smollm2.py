@@ -16,13 +16,13 @@ import pytest
 import torch
 import transformers
 
+from via_sd.errors import DownloadError
 from via_sd.export import export_bundle
 from via_sd.export.sources.checkpoint import open_checkpoint
 from via_sd.export.writer.bundle import lower
 from via_sd.masks import Mask, ModelIdentity
 from via_sd.runtime import Pipeline
 from via_sd.tools.bench.prompts import Prompt, read_prompts
-from via_sd.tools.commands.console import CommandError
 from via_sd.tools.demo.smollm2 import fetch_smollm2
 
 LAYERS = 30
@@ -41,7 +41,7 @@ STEPS = (40, 5, 5, 1, 1, 1, 5)
 def gguf() -> Path:
     try:
         return fetch_smollm2()
-    except CommandError as error:
+    except DownloadError as error:
         pytest.skip(str(error))
 
 

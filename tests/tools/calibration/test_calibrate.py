@@ -17,9 +17,9 @@ from via_sd.runtime.decoding.statistics import JudgedMargin
 from via_sd.runtime.engines.backends import open_engines
 from via_sd.runtime.generation.policy import Policy, measured_files, policy_file, read_policy, this_machine
 from via_sd.tools.bench.run import Sample
-from via_sd.tools.calibration import calibrate
-from via_sd.tools.calibration.calibrate import Costs, candidates, measure_costs, winner_of
-from via_sd.tools.calibration.latency import SIZES, step_times
+from via_sd.tools.calibration import rounds
+from via_sd.tools.calibration.latency import SIZES, Costs, measure_costs, step_times
+from via_sd.tools.calibration.rounds import candidates, winner_of
 from via_sd.tools.commands.main import app
 
 pytest.importorskip("onnxruntime")
@@ -309,10 +309,10 @@ class Runs:
         return {sample.setting: self.tables[len(self.labels) - 1][sample.setting] for sample in samples}
 
 
-def rounds_of(runs: Runs, tried: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **options: Any) -> calibrate.Rounds:
-    monkeypatch.setattr(calibrate, "run_bench", runs.bench)
-    monkeypatch.setattr(calibrate, "summarise", runs.figures)
-    return calibrate.run_rounds(runs, [], tried, max_new_tokens=99, repeats=3, **options)  # type: ignore[arg-type]
+def rounds_of(runs: Runs, tried: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **options: Any) -> rounds.Rounds:
+    monkeypatch.setattr(rounds, "run_bench", runs.bench)
+    monkeypatch.setattr(rounds, "summarise", runs.figures)
+    return rounds.run_rounds(runs, [], tried, max_new_tokens=99, repeats=3, **options)  # type: ignore[arg-type]
 
 
 def test_the_exact_modes_are_in_the_second_round_and_the_best_of_the_others(monkeypatch):
@@ -335,10 +335,10 @@ def test_the_exact_modes_are_in_the_second_round_and_the_best_of_the_others(monk
     assert runs.policy.router == found.router
     assert found.router.gate(0.02).margin == 0.0
     assert found.router.gate(0.009).shut, "99 tokens, though five settings told of each"
-    policy = calibrate.policy_of(tried, found, 0.02, Costs({}, {1: 1.0, 2: 1.0}, 0.5, None))
+    policy = rounds.policy_of(tried, found, 0.02, Costs({}, {1: 1.0, 2: 1.0}, 0.5, None))
     assert (policy.auto, policy.exact) == ({"mode": "speculative"}, "speculative")
     assert policy.router == found.router
-    assert "cascade, the best with it, is 0.67x" in calibrate.slim_verdict(tried, found.second, 0.02)
+    assert "cascade, the best with it, is 0.67x" in rounds.slim_verdict(tried, found.second, 0.02)
 
 
 def test_a_router_that_could_let_nothing_through_is_not_run(monkeypatch):
@@ -360,19 +360,17 @@ def test_without_anything_approximate_there_is_one_round(monkeypatch):
 
 def test_the_verdict_leaves_out_what_is_too_far_from_the_full_verifier():
     table = {"plain": figures(100), "speculative": figures(150), "cascade": figures(120), "routed": figures(200, 0.05)}
-    assert "cascade, the best with it, is 0.80x of speculative" in calibrate.slim_verdict(TRIED, table, 0.02)
-    assert calibrate.slim_verdict(TRIED, table, 0.05) == "The slim tier pays here."
-    assert calibrate.slim_verdict(TRIED, {"plain": figures(1), "speculative": figures(2)}, 0.05).endswith("verifier.")
+    assert "cascade, the best with it, is 0.80x of speculative" in rounds.slim_verdict(TRIED, table, 0.02)
+    assert rounds.slim_verdict(TRIED, table, 0.05) == "The slim tier pays here."
+    assert rounds.slim_verdict(TRIED, {"plain": figures(1), "speculative": figures(2)}, 0.05).endswith("verifier.")
 
 
 def test_the_verdict_names_a_slim_tier_that_its_modes_leave_out():
     table = {"plain": figures(100), "speculative": figures(150), "cascade": figures(160, slim=0.01)}
     table |= {"routed": figures(100, 0.0)}
-    assert calibrate.slim_verdict(TRIED, table, 0.05).endswith("routed, the best with it, is 0.67x of speculative.")
+    assert rounds.slim_verdict(TRIED, table, 0.05).endswith("routed, the best with it, is 0.67x of speculative.")
     del table["routed"]
-    assert calibrate.slim_verdict(TRIED, table, None).endswith(
-        "does not pay here: the modes that have it leave it out."
-    )
+    assert rounds.slim_verdict(TRIED, table, None).endswith("does not pay here: the modes that have it leave it out.")
 
 
 def test_a_place_that_could_not_be_written_is_refused_before_anything_is_measured(bundle, tmp_path):

@@ -587,7 +587,8 @@ def test_the_version_is_that_of_the_package():
 
 
 def test_a_library_of_an_extra_that_is_not_installed_is_one_message(tiny_bundle, monkeypatch):
-    monkeypatch.delitem(sys.modules, "via_sd.export.sources.checkpoint", raising=False)
+    for imported in ("via_sd.export.sources.checkpoint", "via_sd.tools.validation.run"):
+        monkeypatch.delitem(sys.modules, imported, raising=False)
     monkeypatch.setitem(sys.modules, "onnx_ir", None)
     message = "this needs onnx_ir, which is not installed: pip install 'via-sd-export[export]'"
     refused(invoke("validate", tiny_bundle, "--reference", "nowhere"), message)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from via_sd.contract.manifest import fast_hash
 from via_sd.export import export_bundle
 from via_sd.tools.commands.validate import validate
-from via_sd.tools.validation.validate import TierReport
+from via_sd.tools.validation import TierReport
 
 pytest.importorskip("polygraphy", reason="needs the polygraphy extra")
 

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from via_sd.errors import ExportError
+from via_sd.errors import ExportError, ValidationError
 from via_sd.export.writer.check import compare_logits, reference_steps
 from via_sd.export.writer.reference import load_reference
 from via_sd.masks import Mask
+from via_sd.progress import Progress, no_progress
 from via_sd.runtime.engines.protocol import ReadableEngine
 from via_sd.runtime.engines.rows import logits_of
-from via_sd.tools.commands.console import CommandError
 
 OURS, REFERENCE = "via-sd", "transformers"
 _TOKENS = "input_ids"
@@ -101,7 +101,7 @@ def validate_model(
     tolerance: Tolerance,
     *,
     layers: int | None = None,
-    progress: Callable[[str, float | None], None] = lambda *_: None,
+    progress: Progress = no_progress,
 ) -> list[TierReport]:
     """Compare every tier of `engine`.
 
@@ -112,7 +112,7 @@ def validate_model(
         layers: compare the KV of the first so many layers; of all by default.
 
     Raises:
-        CommandError: Polygraphy is not installed.
+        ValidationError: Polygraphy is not installed.
         ExportError: the checkpoint's layers are not attention and MLP as transformers usually names them.
     """
     _polygraphy()
@@ -258,4 +258,4 @@ def _polygraphy() -> None:
     try:
         import polygraphy  # noqa: F401
     except ImportError:
-        raise CommandError("validate needs Polygraphy: pip install 'via-sd-export[polygraphy]'") from None
+        raise ValidationError("validate needs Polygraphy: pip install 'via-sd-export[polygraphy]'") from None

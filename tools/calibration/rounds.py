@@ -1,4 +1,4 @@
-"""Find what `auto` should do on this machine: what passes cost here, and which mode is fastest on the user's prompts.
+"""Run everything that `auto` could mean on the user's prompts, and choose.
 
 Nothing is predicted: a model of speculative decoding that is a few per cent off picks the wrong mode, and a run tells.
 The router's thresholds, of which several are tried, run in a first, short round, whose audit the router is calibrated
@@ -7,20 +7,19 @@ on; the best of them, the calibrated router and the exact modes run in the whole
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Any
 
+from via_sd.progress import Progress, no_progress
 from via_sd.runtime import EXACT_MODES, Bundle, Pipeline
 from via_sd.runtime.decoding.router import CalibratedRouter
-from via_sd.runtime.engines.protocol import FULL, Engine
+from via_sd.runtime.engines.protocol import Engine
 from via_sd.runtime.generation.config import CALIBRATED
 from via_sd.runtime.generation.policy import Policy
 from via_sd.tools.bench.prompts import Prompt
 from via_sd.tools.bench.run import PLAIN, Sample, run_bench, summarise
-from via_sd.tools.calibration.latency import step_times
+from via_sd.tools.calibration.latency import Costs
 from via_sd.tools.calibration.margins import calibrate_router, judged_once
 
 #: Outer thresholds of the router that are tried (paper Algorithm 2); its own is the first.
@@ -34,36 +33,6 @@ FIRST_ROUND_TOKENS = 48
 LEAST_GAIN = 1.02
 #: Slim passes per token below which a mode with three tiers is one with two, and faster or slower by chance.
 LEAST_SLIM = 0.05
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What passes cost on this machine.
-
-    Attributes:
-        step_ms: tier -> tokens of a pass -> milliseconds; a model drafter's are under `drafter`.
-        full, slim, draft: as in `Policy`.
-    """
-
-    step_ms: dict[str, dict[int, float]]
-    full: dict[int, float]
-    slim: float | None
-    draft: float | None
-
-
-def measure_costs(bundle: Bundle, verifier: Engine, drafter: Engine | None) -> Costs:
-    """Time the passes of every tier of `verifier`, and of a model drafter."""
-    times = step_times(verifier)
-    full, described = times[FULL], bundle.manifest["drafter"]
-    slim = draft = None
-    if bundle.slim is not None:
-        slim = math.exp(fmean(math.log(times[bundle.slim][size] / full[size]) for size in full))
-    if described["kind"] == "mask":
-        draft = times[described["tier"]][1] / full[1]
-    elif drafter is not None:
-        times["drafter"] = step_times(drafter)[FULL]
-        draft = times["drafter"][1] / full[1]
-    return Costs(times, {size: ms / full[1] for size, ms in full.items()}, slim, draft)
 
 
 @dataclass(frozen=True)
@@ -108,7 +77,7 @@ def run_rounds(
     max_divergence: float | None,
     max_new_tokens: int,
     repeats: int,
-    progress: Callable[[str, float | None], None] = lambda *_: None,
+    progress: Progress = no_progress,
 ) -> Rounds:
     """Run the candidates, see `candidates`; the pipeline's policy gets the router that the first round calibrates."""
 

@@ -22,8 +22,8 @@ from via_sd.masks import (
     search,
 )
 from via_sd.masks.search import DEFAULT_ITERATIONS, DEFAULT_SKIP_RATIO, DEFAULT_THETA
+from via_sd.progress import Progress, no_progress
 from via_sd.tools.search.evaluator import (
-    Progress,
     SearchModel,
     file_text,
     greedy_texts,
@@ -42,7 +42,7 @@ class SearchOptions:
 
     Attributes:
         granularity, iterations, theta, refine, seed: see `masks.search`.
-        objective, alpha, beta: what a mask costs, see `objective_by_name`; the Delta criterion takes alpha and beta too.
+        objective, alpha, beta: what a mask costs, see `objective_by_name`; the Delta criterion takes alpha and beta.
         window: tokens that are scored.
         drafter: the drafter of the Delta criterion: `ngram`, `mask:FILE`, or a model with the verifier's vocabulary.
         max_lag: tokens that slim may run ahead of full where its second agreement is measured.
@@ -89,7 +89,7 @@ def search_masks(
     options: SearchOptions | None = None,
     states: Sequence[Path] | None = None,
     resume: bool = False,
-    progress: Progress = lambda *_: None,
+    progress: Progress = no_progress,
 ) -> Iterator[FoundMask]:
     """Search the cheapest mask of `verifier` at each skip ratio; the verifier is loaded at once, masks come when found.
 
