@@ -12,6 +12,7 @@ import numpy as np
 from via_sd.errors import BundleError
 from via_sd.runtime.engines.protocol import FULL
 from via_sd.runtime.engines.rows import HostRow
+from via_sd.runtime.engines.threads import available_threads
 
 _STEP_TOKENS = 64  # the size the token buffer starts with; prefill chunks enlarge it
 #: Larger chunks are hardly faster (SmolLM2-135M on two cores, tokens/s at 128, 256, 512: int4 680, 700, 680; fp32 620,
@@ -26,7 +27,7 @@ class OrtEngine:
         graph: the ONNX file.
         description: the manifest's entry for it (`inputs`, `kv`, `vocab_size`, and `tiers` for a routed graph).
         max_seq_len: capacity of a KV buffer in tokens.
-        threads: intra-op threads; ONNX Runtime's default (one per physical core) if None.
+        threads: intra-op threads; `available_threads()` if None.
     """
 
     def __init__(
@@ -119,9 +120,14 @@ class OrtSlot:
 
 
 def session_options(threads: int | None) -> Any:
-    """Options of a session with `threads` intra-op threads; ONNX Runtime's default if None."""
+    """Options of a session with `threads` intra-op threads; `available_threads()` if None.
+
+    The threads of a pool spin within a pass and sleep between passes: pools that spin on after a pass take the cores
+    from whoever runs next, be it another session of this process or another process.
+    """
     options = onnxruntime().SessionOptions()
-    options.intra_op_num_threads = threads or 0
+    options.intra_op_num_threads = threads or available_threads()
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     options.log_severity_level = 3
     return options
 
