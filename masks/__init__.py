@@ -1,19 +1,21 @@
-"""What to skip: mask files and the search for masks. Imports nothing of ours but errors and files."""
+"""Masks (what a tier skips or runs in fewer bits) and the search for them. Imports of ours only errors and files."""
 
 from via_sd.errors import MaskError
 from via_sd.masks.delta import Delta, LookupDistributions, delta_criterion
 from via_sd.masks.distributions import CompactDistributions
 from via_sd.masks.evaluator import DistributionEvaluator, Evaluation, Evaluator, MaskedModel
 from via_sd.masks.ledger import Record, improvements, refuse_unfinished
-from via_sd.masks.maskfile import (
-    SCHEMA,
+from via_sd.masks.mask import (
+    HEAD_STATES,
+    QUANTISED_STATES,
+    SUBLAYER_STATES,
+    HeadState,
     Mask,
-    MaskFormat,
     ModelIdentity,
-    parse_mask,
-    read_mask,
-    write_mask,
+    QuantisedState,
+    SublayerState,
 )
+from via_sd.masks.maskfile import SCHEMA, MaskFormat, parse_mask, read_mask, write_mask
 from via_sd.masks.objective import (
     DEFAULT_ALPHA,
     DEFAULT_BETA,
@@ -32,14 +34,18 @@ __all__ = [
     "DEFAULT_ALPHA",
     "DEFAULT_BETA",
     "DEFAULT_OBJECTIVE",
+    "HEAD_STATES",
     "OBJECTIVES",
+    "QUANTISED_STATES",
     "SCHEMA",
+    "SUBLAYER_STATES",
     "CompactDistributions",
     "Delta",
     "DistributionEvaluator",
     "Evaluation",
     "Evaluator",
     "Granularity",
+    "HeadState",
     "LookupDistributions",
     "Mask",
     "MaskError",
@@ -47,9 +53,11 @@ __all__ = [
     "MaskedModel",
     "ModelIdentity",
     "Objective",
+    "QuantisedState",
     "Record",
     "SearchResult",
     "Space",
+    "SublayerState",
     "delta_criterion",
     "flipped_via_cost",
     "forward_kl",

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from via_sd.masks.distributions import CompactDistributions, log_softmax
-from via_sd.masks.maskfile import Mask
+from via_sd.masks.mask import Mask
 from via_sd.masks.objective import Objective
 
 

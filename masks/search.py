@@ -9,7 +9,7 @@ from pathlib import Path
 
 from via_sd.masks.evaluator import Evaluator
 from via_sd.masks.ledger import BudgetSpentError, Ledger, Record
-from via_sd.masks.maskfile import Mask
+from via_sd.masks.mask import Mask
 from via_sd.masks.proposals import bayesian_proposals, generator, random_proposals
 from via_sd.masks.refinement import refine as refine_masks
 from via_sd.masks.space import Granularity, Space

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from via_sd.masks.maskfile import Mask
+from via_sd.masks.mask import Mask
 
 Granularity = Literal["layer", "sublayer"]
 #: Units that are skipped, by index.
@@ -55,7 +55,7 @@ class Space:
                 keep[2 * unit + 2] = keep[2 * unit + 3] = False
             else:
                 keep[unit + 2] = False
-        return Mask(tuple(keep[::2]), tuple(keep[1::2]), **fields)
+        return Mask.from_flags(keep[::2], keep[1::2], **fields)
 
     def evenly_spaced(self) -> Selection:
         """Units skipped at regular distances: what one does without a search."""

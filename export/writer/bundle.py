@@ -308,6 +308,8 @@ def _resolve(mask: Mask | str | Path, model: ModelIdentity, mask_format: MaskFor
     if not isinstance(mask, Mask):
         mask = read_mask(mask, num_layers=model.num_layers, mask_format=mask_format)
     mask.check_model(model)
+    if {*mask.states, mask.head} - {"keep", "skip"}:
+        raise ExportError(f"mask '{mask.name}' has states other than keep and skip, which this release does not export")
     if mask.name == "full":
         raise ExportError("a mask cannot be called 'full': that is the verifier's own tier; rename the file")
     return mask

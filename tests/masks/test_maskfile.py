@@ -11,16 +11,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from via_sd.masks import SCHEMA, Mask, MaskError, ModelIdentity, parse_mask, read_mask, write_mask
+from via_sd.masks import (
+    HEAD_STATES,
+    SCHEMA,
+    SUBLAYER_STATES,
+    Mask,
+    MaskError,
+    ModelIdentity,
+    SublayerState,
+    parse_mask,
+    read_mask,
+    write_mask,
+)
 
 MODEL = ModelIdentity("llama", 5, 64, 320, "c0ffee")
 #: Layers 1 and 3 skipped, of five.
 FLAGS = (True, False, True, False, True)
-OURS = {"format": "via-sd-mask", "version": 1, "keep_attention": list(FLAGS), "keep_mlp": list(FLAGS)}
+STATES = ["keep", "skip", "int8", "bridge", "int4"]
+OURS = {"format": "via-sd-mask", "version": 2, "attention": STATES, "mlp": STATES}
+WITH_FLAGS = {"format": "via-sd-mask", "version": 1, "keep_attention": list(FLAGS), "keep_mlp": list(FLAGS)}
 
 ACCEPTED: dict[str, tuple[Any, str | None]] = {
     "our format": (OURS, None),
-    "our format without its name and version": ({k: OURS[k] for k in ("keep_attention", "keep_mlp")}, None),
+    "our format without its name and version": ({k: OURS[k] for k in ("attention", "mlp")}, None),
+    "our format with a head": ({**OURS, "head": "int8"}, None),
+    "our first version": (WITH_FLAGS, None),
+    "our first version without its name and number": (
+        {k: WITH_FLAGS[k] for k in ("keep_attention", "keep_mlp")},
+        None,
+    ),
     "our format with a model": ({**OURS, "model": MODEL.to_json()}, None),
     "our format that names no model": ({**OURS, "model": None}, None),
     "our format with notes of the search": ({**OURS, "search": {"seed": 3}}, None),
@@ -55,6 +74,40 @@ def test_sublayers_are_skipped_one_by_one():
     assert not mask.keeps_all
 
 
+def test_states_say_what_a_tier_does_with_each_sublayer():
+    mask = parse_mask({"attention": ["keep", "bridge", "int8"], "mlp": ["int4", "bridge", "skip"], "head": "int8"})
+    assert mask.states == ("keep", "int4", "bridge", "bridge", "int8", "skip")
+    assert mask.head == "int8"
+    assert mask.sublayers == (True, True, False, False, True, False)
+    assert mask.keep_attention == (True, False, True)
+    assert mask.skip_ratio == pytest.approx(1 / 2)
+    assert hash(mask) == hash(Mask.from_states(mask.states, head="int8"))
+
+
+def test_flags_are_states_of_keep_and_skip():
+    mask = parse_mask(WITH_FLAGS)
+    assert mask.attention == mask.mlp == ("keep", "skip", "keep", "skip", "keep")
+    assert mask.head == "keep"
+
+
+def test_neighbours_in_state_bridge_are_one_run():
+    states = ["keep", "bridge", "bridge", "skip", "bridge", "int8", "bridge", "bridge"]
+    assert Mask.from_states(states).bridges == (range(1, 3), range(4, 5), range(6, 8))
+    assert Mask.from_layers(FLAGS).bridges == ()
+
+
+def test_a_precision_is_given_to_what_is_kept_and_to_nothing_else():
+    mask = Mask(("keep", "skip", "int4"), ("bridge", "keep", "int8"))
+    assert mask.in_precision("int8") == Mask(("int8", "skip", "int4"), ("bridge", "int8", "int8"), "int8")
+    assert Mask(mask.attention, mask.mlp, "int4").in_precision("int8").head == "int4"
+
+
+def test_only_a_mask_that_keeps_everything_keeps_all():
+    assert Mask.from_layers([True, True]).keeps_all
+    assert not Mask.from_layers([True, True], head="int8").keeps_all
+    assert not Mask.from_states(["keep", "int8"]).keeps_all
+
+
 def test_zero_and_one_alone_are_layers_unless_there_is_one_per_layer():
     assert parse_mask([0, 1], num_layers=5, mask_format="skip").keep_mlp == (False, False, True, True, True)
     assert parse_mask([0, 1], num_layers=2, mask_format="skip").keep_mlp == (True, False)
@@ -72,15 +125,28 @@ REFUSED: dict[str, tuple[Any, str | None, str]] = {
     "nothing kept: no layer listed": ({"keep_layers": []}, None, "keeps nothing"),
     "nothing kept: every layer skipped": ({"skip_layers": [0, 1, 2, 3, 4]}, None, "keeps nothing"),
     "nothing kept: all false": ({"keep_mask": [False] * 5}, None, "keeps nothing"),
-    "nothing kept, in our format": ({**OURS, "keep_attention": [False], "keep_mlp": [False]}, None, "keeps nothing"),
+    "nothing kept, in our format": ({**OURS, "attention": ["skip"], "mlp": ["bridge"]}, None, "keeps nothing"),
+    "nothing kept, by flags": ({**WITH_FLAGS, "keep_attention": [False], "keep_mlp": [False]}, None, "keeps nothing"),
     "an empty keep mask": ({"keep_mask": []}, None, "keeps nothing"),
     "a keep mask of layer indices": ({"keep_mask": [0, 2, 4]}, None, "true/false or 1/0 per layer"),
-    "numbers where flags belong": ({**OURS, "keep_mlp": [1, 0, 1, 0, 1]}, None, '"keep_mlp" must be an array of true'),
+    "numbers where flags belong": (
+        {**WITH_FLAGS, "keep_mlp": [1, 0, 1, 0, 1]},
+        None,
+        '"keep_mlp" must be an array of true',
+    ),
     "flags for attention alone": ({"keep_attention": list(FLAGS)}, None, '"keep_mlp" must be an array of true'),
     "no flags at all": ({"format": "via-sd-mask", "version": 1}, None, '"keep_attention" must be an array'),
-    "empty flags": ({**OURS, "keep_attention": []}, None, '"keep_attention" must be an array'),
-    "sublayer flags of two lengths": ({**OURS, "keep_mlp": [True]}, None, "5 attention flags and 1 MLP flags"),
-    "another version": ({**OURS, "version": 2}, None, "version is 2, this release reads version 1"),
+    "empty flags": ({**WITH_FLAGS, "keep_attention": []}, None, '"keep_attention" must be an array'),
+    "sublayer flags of two lengths": ({**WITH_FLAGS, "keep_mlp": [True]}, None, "5 states of attention and 1 of MLPs"),
+    "states for attention alone": ({"attention": STATES}, None, '"mlp" must be an array of keep, skip, bridge, int8'),
+    "no states at all": ({"format": "via-sd-mask"}, None, '"attention" must be an array of keep'),
+    "flags where states belong": ({**OURS, "mlp": list(FLAGS)}, None, '"mlp" must be an array of keep'),
+    "states where flags belong": ({**OURS, "version": 1}, None, '"keep_attention" must be an array of true'),
+    "a state that does not exist": ({**OURS, "mlp": [*STATES[:4], "int2"]}, None, "mlp holds 'int2'; its states are"),
+    "a head that is skipped": ({**OURS, "head": "skip"}, None, "head holds 'skip'; its states are keep, int8, int4"),
+    "a head that is a list": ({**OURS, "head": ["int8"]}, None, "head holds"),
+    "sublayer states of two lengths": ({**OURS, "mlp": ["keep"]}, None, "5 states of attention and 1 of MLPs"),
+    "another version": ({**OURS, "version": 3}, None, "version is 3, this release reads versions 1 and 2"),
     "another format": ({**OURS, "format": "someone-elses"}, None, "format is 'someone-elses'"),
     "a model that is no object": ({**OURS, "model": "llama"}, None, '"model" must be an object'),
     "a model without its size": (
@@ -158,8 +224,14 @@ def test_a_mask_that_names_no_model_fits_any_of_its_length():
 )
 def test_a_mask_is_within_another_if_that_one_writes_all_the_kv_it_reads(inner, within):
     """MLPs do not matter: they leave nothing in the buffers."""
-    outer = Mask((True, False, True), (False, True, False))
-    assert Mask(inner, (True, True, True)).is_within(outer) is within
+    outer = Mask.from_flags((True, False, True), (False, True, False))
+    assert Mask.from_flags(inner, (True, True, True)).is_within(outer) is within
+
+
+def test_attention_writes_kv_in_any_precision_and_under_no_bridge():
+    outer = Mask(("int8", "bridge", "int4"), ("skip", "bridge", "skip"))
+    assert Mask(("keep", "skip", "int8"), ("keep", "keep", "keep")).is_within(outer)
+    assert not Mask(("keep", "int4", "int8"), ("keep", "keep", "keep")).is_within(outer)
 
 
 def test_writing_is_atomic_and_makes_the_folder(tmp_path):
@@ -183,16 +255,21 @@ _identities = st.builds(
 _json = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda s: st.lists(s, max_size=3))
 
 
-def _flags(layers: int) -> st.SearchStrategy[tuple[bool, ...]]:
-    return st.lists(st.booleans(), min_size=layers, max_size=layers).map(tuple)
+def _states(layers: int) -> st.SearchStrategy[tuple[SublayerState, ...]]:
+    return st.lists(st.sampled_from(SUBLAYER_STATES), min_size=layers, max_size=layers).map(tuple)
+
+
+def _runs(states: list[str]) -> bool:
+    return bool({*states} - {"skip", "bridge"})
 
 
 @st.composite
 def _masks(draw: st.DrawFn) -> Mask:
     layers = draw(st.integers(1, 12))
-    attention, mlp = draw(st.tuples(_flags(layers), _flags(layers)).filter(lambda flags: any(flags[0] + flags[1])))
+    attention, mlp = draw(st.tuples(_states(layers), _states(layers)).filter(lambda both: _runs([*both[0], *both[1]])))
     search = draw(st.dictionaries(st.text(max_size=5), _json, max_size=3))
-    return Mask(attention, mlp, model=draw(st.none() | _identities), search=search)
+    model = draw(st.none() | _identities)
+    return Mask(attention, mlp, draw(st.sampled_from(HEAD_STATES)), model=model, search=search)
 
 
 @pytest.fixture(scope="module")
@@ -211,23 +288,31 @@ def test_what_is_written_follows_the_schema_and_is_read_back_the_same(mask, fold
     assert dict(again.search) == dict(mask.search)
 
 
-@given(mask=_masks(), seed=st.integers(0, 2**32))
-@settings(derandomize=True, deadline=None, max_examples=300)
-def test_the_reader_takes_what_the_schema_takes_and_nothing_else(mask, seed):
-    """One entry of a good file is dropped or given a value of another kind.
+@given(mask=_masks(), seed=st.integers(0, 2**32), flags=st.booleans())
+@settings(derandomize=True, deadline=None, max_examples=500)
+def test_the_reader_takes_what_the_schema_takes_and_nothing_else(mask, seed, flags):
+    """One entry of a good file, of either version, is dropped or given a value of another kind.
 
-    A schema cannot say that there are as many flags for attention as for MLPs, nor that one of them is true.
+    A schema cannot say that there are as many states for attention as for MLPs, nor that one of them runs.
     """
     rng = random.Random(seed)
     data = mask.to_json()
+    if flags:
+        for key in ("attention", "mlp", "head"):
+            del data[key]
+        data |= {"version": 1, "keep_attention": list(mask.keep_attention), "keep_mlp": list(mask.keep_mlp)}
     place = data["model"] if "model" in data and rng.random() < 0.5 else data
     key = rng.choice(sorted(place))
     if rng.random() < 0.4:
         del place[key]
     else:
-        place[key] = rng.choice([None, "text", -1, 1.5, [], {}, [True, 1], [True, None], True])
+        wrong = [None, "text", -1, 1.5, [], {}, [True, 1], [True, None], True, ["keep", "int2"], ["keep", None], "skip"]
+        place[key] = rng.choice(wrong)
     good = follows(SCHEMA, data)
-    if good and len(data["keep_attention"]) == len(data["keep_mlp"]) and any(data["keep_attention"] + data["keep_mlp"]):
+    parts = [data[key] for key in ("keep_attention", "keep_mlp") if key in data] or [
+        [state not in ("skip", "bridge") for state in data[key]] for key in ("attention", "mlp") if good
+    ]
+    if good and len(parts[0]) == len(parts[1]) and any(parts[0] + parts[1]):
         parse_mask(data)
     else:
         with pytest.raises(MaskError):
@@ -237,7 +322,11 @@ def test_the_reader_takes_what_the_schema_takes_and_nothing_else(mask, seed):
 def follows(schema: dict[str, Any], data: Any) -> bool:
     """Whether `data` is valid against the keywords of JSON Schema that the mask file's schema uses."""
     known = {"$schema", "title", "type", "required", "properties", "const", "items", "minItems", "minimum"}
-    assert set(schema) <= known
+    assert set(schema) <= known | {"anyOf", "enum"}
+    if "anyOf" in schema and not any(follows(one, data) for one in schema["anyOf"]):
+        return False
+    if "enum" in schema and data not in schema["enum"]:
+        return False
     kinds = schema.get("type", [])
     kinds = [kinds] if isinstance(kinds, str) else kinds
     if kinds and not any(_is(kind, data) for kind in kinds):
@@ -263,4 +352,4 @@ def _is(kind: str, data: Any) -> bool:
 
 def test_the_schema_can_be_shipped_as_a_file(tmp_path: Path):
     text = json.dumps(SCHEMA)
-    assert json.loads(text)["properties"]["version"] == {"const": 1}
+    assert [one["properties"]["version"] for one in json.loads(text)["anyOf"]] == [{"const": 2}, {"const": 1}]

@@ -69,7 +69,7 @@ def write_bundle(checkpoint: Path, out: Path) -> Path:
     from via_sd.masks import Mask
 
     keep = tuple(layer != SKIPPED for layer in range(LAYERS))
-    return export_bundle(checkpoint, out, masks=[Mask(keep, keep)], max_seq_len=MAX_SEQ_LEN)
+    return export_bundle(checkpoint, out, masks=[Mask.from_flags(keep, keep)], max_seq_len=MAX_SEQ_LEN)
 
 
 def _byte_tokenizer() -> Any:

@@ -101,7 +101,7 @@ def write_masks(directory: Path) -> tuple[Path, Path]:
     for name, skips in (("slim", SLIM_SKIPS), ("deep", SLIM_SKIPS + DEEP_SKIPS)):
         keep = {part: tuple((layer, part) not in skips for layer in range(LAYERS)) for part in ("attention", "mlp")}
         files.append(directory / f"{name}.json")
-        write_mask(Mask(keep["attention"], keep["mlp"]), files[-1])
+        write_mask(Mask.from_flags(keep["attention"], keep["mlp"]), files[-1])
     return files[0], files[1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -108,6 +109,9 @@ def _mask_facts(mask: Mask) -> dict[str, Any]:
         "skip_ratio": mask.skip_ratio,
         "skipped_attention": [i for i, keep in enumerate(mask.keep_attention) if not keep],
         "skipped_mlp": [i for i, keep in enumerate(mask.keep_mlp) if not keep],
+        "bridges": [[bridge.start, bridge.stop] for bridge in mask.bridges],
+        "sublayers_in": dict(Counter(mask.states)),
+        "head": mask.head,
         "model": mask.model.to_json() if mask.model else None,
         "search": dict(mask.search),
     }

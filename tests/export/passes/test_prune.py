@@ -36,7 +36,7 @@ FAMILIES = ("llama", "qwen3", "mistral", "granite", "phi3", "smollm3", "gemma2",
 
 
 def mask_without(attention: list[int], mlp: list[int], layers: int = 4) -> Mask:
-    return Mask(tuple(i not in attention for i in range(layers)), tuple(i not in mlp for i in range(layers)))
+    return Mask.from_flags(tuple(i not in attention for i in range(layers)), tuple(i not in mlp for i in range(layers)))
 
 
 @pytest.mark.parametrize("name", MASKS)

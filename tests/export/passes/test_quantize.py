@@ -215,7 +215,7 @@ def test_fusing_gate_and_up_changes_no_bit(family, lowered, random_tokens, works
 @pytest.mark.parametrize("precision", ["int4", "int8"])
 def test_tiers_of_a_quantised_model_agree_bit_for_bit(precision, lowered, random_tokens, workshop):
     tokens = random_tokens(sum(STEPS))
-    mask = Mask((True, False, True, False), (False, False, True, True))
+    mask = Mask.from_flags((True, False, True, False), (False, False, True, True))
     model = lowered("llama").model.clone()
     quantise(model, precision, lambda *_: None)
     segments = plan_segments([mask], 8)

@@ -15,7 +15,9 @@ LAYERS = 4
 
 
 def mask_without(attention: list[int], mlp: list[int], name: str = "slim") -> Mask:
-    return Mask(tuple(i not in attention for i in range(LAYERS)), tuple(i not in mlp for i in range(LAYERS)), name=name)
+    return Mask.from_flags(
+        tuple(i not in attention for i in range(LAYERS)), tuple(i not in mlp for i in range(LAYERS)), name=name
+    )
 
 
 ONE_MASK = {
@@ -116,7 +118,7 @@ def per_sublayer(lowered, module_workshop):
 @given(flags=st.lists(st.booleans(), min_size=2 * LAYERS, max_size=2 * LAYERS).filter(any))
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_one_segment_per_sublayer_runs_any_mask(flags, lowered, per_sublayer, module_workshop, random_tokens):
-    mask = Mask(tuple(flags[0::2]), tuple(flags[1::2]))
+    mask = Mask.from_flags(tuple(flags[0::2]), tuple(flags[1::2]))
     name = "".join("01"[flag] for flag in flags)
     if not (module_workshop.root / name).exists():
         pruned = lowered("llama").model.clone()
@@ -171,7 +173,7 @@ def test_segments_are_the_runs_that_all_masks_treat_alike(masks, wanted):
 )
 @settings(derandomize=True)
 def test_every_mask_is_recovered_from_its_keep_vector(votes):
-    masks = [Mask(tuple(flags[0::2]), tuple(flags[1::2])) for flags in votes]
+    masks = [Mask.from_flags(tuple(flags[0::2]), tuple(flags[1::2])) for flags in votes]
     segments = plan_segments(masks, 2 * LAYERS)
     for mask in masks:
         flags = [True] * (2 * LAYERS)

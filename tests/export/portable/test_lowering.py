@@ -23,7 +23,7 @@ CAPACITY, VOCABULARY, HIDDEN = 128, 320, 64
 LAYERS = 4
 #: Prefill, five tokens at an offset, single tokens, a long step at an offset: 90 tokens, past every window (32).
 STEPS = (40, 5, 1, 1, 5, 38)
-SLIM = Mask((True, True, False, True), (True, False, False, True))
+SLIM = Mask.from_flags((True, True, False, True), (True, False, False, True))
 
 
 def operators(model: ir.Model) -> set[str]:

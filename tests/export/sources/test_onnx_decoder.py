@@ -26,8 +26,8 @@ from via_sd.tools.commands.main import app
 from via_sd.tools.search.evaluator import load_search_model
 
 CAPACITY = 96
-SLIM = Mask((True, False, False, True), (True, True, False, False), name="slim")
-DEEP = Mask((True, False, False, False), (True, False, False, False), name="deep")
+SLIM = Mask.from_flags((True, False, False, True), (True, True, False, False), name="slim")
+DEEP = Mask.from_flags((True, False, False, False), (True, False, False, False), name="deep")
 STEPS = (40, 5, 1, 1)
 FAMILIES = ("llama", "llama-untied", "qwen2", "mistral", "granite")
 BITS = {4: "int4", 8: "int8"}

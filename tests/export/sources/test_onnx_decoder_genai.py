@@ -21,7 +21,7 @@ pytestmark = pytest.mark.long
 
 CAPACITY = 96
 STEPS = (40, 5, 1, 1)
-SLIM = Mask((True, False, False, True), (True, True, False, False), name="slim")
+SLIM = Mask.from_flags((True, False, False, True), (True, True, False, False), name="slim")
 
 
 @pytest.fixture(scope="module")

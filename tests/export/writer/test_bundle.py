@@ -20,8 +20,8 @@ from via_sd.masks import Mask, MaskError, write_mask
 from via_sd.runtime import load_bundle
 
 LAYERS = 4
-SLIM = Mask((True, False, False, True), (True, True, False, False), name="slim")
-DEEP = Mask((True, False, False, False), (True, False, False, False), name="deep")
+SLIM = Mask.from_flags((True, False, False, True), (True, True, False, False), name="slim")
+DEEP = Mask.from_flags((True, False, False, False), (True, False, False, False), name="deep")
 ONNX_DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32", "tensor(bool)": "bool"}
 
 
@@ -284,7 +284,7 @@ def test_masks_that_do_not_fit_are_refused_with_the_reason(verifier, tmp_path, c
         refused("made for another model: model_type", Mask.from_layers([True] * 3 + [False], model=other.identity))
     refused("cannot be called 'full'", Mask.from_layers([True] * 3 + [False], name="full"))
     refused("two masks are called 'slim'", SLIM, SLIM)
-    inner = Mask((True, True, False, True), SLIM.keep_mlp, name="inner")
+    inner = Mask.from_flags((True, True, False, True), SLIM.keep_mlp, name="inner")
     refused(r"'inner' keeps the attention of layers \[1\], which 'slim' skips", SLIM, inner)
     write_mask(inner, tmp_path / "inner.json")
     refused(r"'inner' keeps the attention of layers \[1\]", SLIM, drafter=f"mask:{tmp_path / 'inner.json'}")

@@ -28,7 +28,7 @@ from via_sd.tools.demo.smollm2 import fetch_smollm2
 LAYERS = 30
 CAPACITY = 512
 #: Adjacent and scattered layers, first and last ones, and single sublayers.
-SLIM = Mask(
+SLIM = Mask.from_flags(
     tuple(layer not in (0, 6, 7, 8, 15, 22, 29) for layer in range(LAYERS)),
     tuple(layer not in (1, 6, 7, 8, 15, 21, 29) for layer in range(LAYERS)),
 )

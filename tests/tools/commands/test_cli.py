@@ -548,15 +548,19 @@ def test_inspect_describes_a_bundle_as_one_json_object(tiny_bundle):
 
 
 def test_inspect_describes_a_mask_as_one_json_object(tmp_path):
-    write_mask(Mask((True, False, True), (True, True, False), search={"seed": 4}), tmp_path / "thin.json")
+    mask = Mask(("keep", "skip", "int8"), ("keep", "bridge", "bridge"), "int8", search={"seed": 4})
+    write_mask(mask, tmp_path / "thin.json")
     facts = json.loads(invoke("inspect", tmp_path / "thin.json", "--json").stdout)
     assert facts == {
         "kind": "mask",
         "name": "thin",
         "layers": 3,
-        "skip_ratio": pytest.approx(1 / 3),
+        "skip_ratio": pytest.approx(1 / 2),
         "skipped_attention": [1],
-        "skipped_mlp": [2],
+        "skipped_mlp": [1, 2],
+        "bridges": [[3, 4], [5, 6]],
+        "sublayers_in": {"keep": 2, "skip": 1, "bridge": 2, "int8": 1},
+        "head": "int8",
         "model": None,
         "search": {"seed": 4},
     }

@@ -62,7 +62,7 @@ def random_masks(count: int) -> Iterator[Mask]:
     for _ in range(count):
         keep = random.random((2, 6)) < 0.7
         keep[:, 0] = True
-        yield Mask(tuple(keep[0].tolist()), tuple(keep[1].tolist()))
+        yield Mask.from_flags(tuple(keep[0].tolist()), tuple(keep[1].tolist()))
 
 
 @pytest.fixture
