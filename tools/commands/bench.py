@@ -12,13 +12,11 @@ from typing import Annotated, Any
 import typer
 
 from via_sd.files import write_whole
-from via_sd.runtime import EXACT_MODES, MODES, GenerationConfig
+from via_sd.runtime import EXACT_MODES, MODES, GenerationConfig, Pipeline
 from via_sd.runtime.engines.backends import ONNXRUNTIME
 from via_sd.runtime.generation.config import AUTO, CALIBRATED
 from via_sd.runtime.generation.policy import this_machine
-from via_sd.tools.bench.prompts import read_prompts
-from via_sd.tools.bench.report import comparison, write_report
-from via_sd.tools.bench.run import run_bench, settings_of, summarise
+from via_sd.tools.bench import comparison, read_prompts, run_bench, settings_of, summarise, write_report
 from via_sd.tools.commands.console import CommandError, check_writable, command, err, out, progress_bar
 from via_sd.tools.commands.options import Backend, PolicyFile, Threads, TrustEngines, load_pipeline
 
@@ -49,13 +47,11 @@ def bench(
     """Measure the decoding modes of BUNDLE on PROMPTS, greedy, modes in turn, in one run."""
     wanted = read_prompts(prompts)
     pipeline = load_pipeline(bundle, backend=backend, threads=threads, trust_engines=trust_engines, policy=policy)
-    chosen = modes.split(",") if modes else [m for m in MODES if pipeline.bundle.slim or m not in ("cascade", "routed")]
-    if unknown := sorted(set(chosen) - {AUTO, *MODES}):
-        raise CommandError(f"modes {', '.join(unknown)} are not known; modes are {', '.join((AUTO, *MODES))}")
+    chosen = _modes(modes, pipeline)
     if max_new_tokens < 2 or repeats < 1:
         raise CommandError("--max-new-tokens must be 2 or more, --repeats 1 or more")
     options: dict[str, Any] = {"router": router, "alpha1": alpha1, "alpha2": alpha2, "max_divergence": max_divergence}
-    meant = {mode: pipeline.resolve(GenerationConfig(mode=mode, **options)) for mode in chosen}
+    configs = {mode: pipeline.resolve(GenerationConfig(mode=mode, **options)) for mode in chosen}
     check_writable(json_file, report)
     with progress_bar() as progress:
         samples = run_bench(
@@ -68,28 +64,45 @@ def bench(
             **options,
         )
     figures = summarise(samples, wanted)
-    table = comparison(figures, [mode for mode, config in meant.items() if config.mode not in EXACT_MODES])
-    said = {mode: _described(config) for mode, config in meant.items() if config.mode == "routed" or mode == AUTO}
+    table = comparison(figures, [mode for mode, config in configs.items() if config.mode not in EXACT_MODES])
+    described = {mode: _described(c) for mode, c in configs.items() if c.mode == "routed" or mode == AUTO}
     out.print(table)
-    for mode, text in said.items():
+    for mode, text in described.items():
         out.print(f"{mode}: {text}", highlight=False)
     if json_file:
         write_whole(json_file, json.dumps(figures, indent=1) + "\n")
     if report:
-        machine = this_machine(backend, threads)
-        facts = {
-            "bundle": f"{bundle.resolve().name}, {pipeline.bundle.precision}",
-            "tiers": ", ".join(pipeline.verifier.tiers),
-            "drafter": pipeline.bundle.manifest["drafter"]["kind"],
-            "machine": f"{machine.processor}, {machine.cores} cores, {platform.system()}",
-            "backend": f"{backend}, {'all' if threads is None else threads} threads",
-            **said,
-            "measured": f"{len(wanted)} prompts, {max_new_tokens} tokens, {repeats} repeats, greedy, modes in turn",
-            "made by": f"via-sd-export {version('via-sd-export')}, {date.today().isoformat()}",
-        }
+        measured = f"{len(wanted)} prompts, {max_new_tokens} tokens, {repeats} repeats, greedy, modes in turn"
+        facts = {**_circumstances(pipeline, backend, threads), **described, "measured": measured, **_made_by()}
         write_report(report, "Decoding modes", facts, table)
     for file in filter(None, (json_file, report)):
         err.print(f"wrote {file}", highlight=False)
+
+
+def _modes(text: str | None, pipeline: Pipeline) -> list[str]:
+    """The modes that were named, or those that the bundle has."""
+    if text is None:
+        return [mode for mode in MODES if pipeline.bundle.slim or mode not in ("cascade", "routed")]
+    modes = text.split(",")
+    if unknown := sorted(set(modes) - {AUTO, *MODES}):
+        raise CommandError(f"modes {', '.join(unknown)} are not known; modes are {', '.join((AUTO, *MODES))}")
+    return modes
+
+
+def _circumstances(pipeline: Pipeline, backend: str, threads: int | None) -> dict[str, object]:
+    """What was measured, and where."""
+    machine = this_machine(backend, threads)
+    return {
+        "bundle": f"{pipeline.bundle.path.resolve().name}, {pipeline.bundle.precision}",
+        "tiers": ", ".join(pipeline.verifier.tiers),
+        "drafter": pipeline.bundle.manifest["drafter"]["kind"],
+        "machine": f"{machine.processor}, {machine.cores} cores, {platform.system()}",
+        "backend": f"{backend}, {'all' if threads is None else threads} threads",
+    }
+
+
+def _made_by() -> dict[str, object]:
+    return {"made by": f"via-sd-export {version('via-sd-export')}, {date.today().isoformat()}"}
 
 
 def _described(config: GenerationConfig) -> str:

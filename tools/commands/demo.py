@@ -15,7 +15,7 @@ from via_sd.tools.bench.prompts import Prompt
 from via_sd.tools.bench.report import comparison
 from via_sd.tools.bench.run import run_bench, settings_of, summarise
 from via_sd.tools.commands.console import command, err, out, progress_bar
-from via_sd.tools.commands.generate import show, summary
+from via_sd.tools.commands.tier_text import show, summary
 from via_sd.tools.demo.packaged_models import cache_directory
 from via_sd.tools.demo.smollm2 import fetch_smollm2
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.segment import Segment, Segments
-from rich.style import Style
-from rich.text import Text
 
-from via_sd.runtime import Chunk, Completion, GenerationConfig
+from via_sd.runtime import GenerationConfig
 from via_sd.runtime.engines.backends import ONNXRUNTIME
 from via_sd.tools.commands.console import command, err, out, print_json
 from via_sd.tools.commands.options import AsJson, Backend, PolicyFile, Threads, TrustEngines, load_pipeline
-
-#: Colour of a token by its tier.
-TIER_STYLES = {"draft": "green", "slim": "yellow", "full": "default"}
+from via_sd.tools.commands.tier_text import show, summary
 
 
 @command
@@ -109,31 +104,3 @@ def generate(
     if done.finish_reason == "length" and len(done.token_ids) < max_new_tokens:
         full = f"{pipeline.capacity} tokens, {done.prompt_tokens} of them the prompt's"
         err.print(f"the KV buffers are full ({full}): export with a larger --max-seq-len", highlight=False)
-
-
-def show(chunk: Chunk) -> None:
-    """Print a chunk in the colour of its tier, character for character (rich's own `Text` would expand tabs).
-
-    Its text may lag behind its tokens; the last token's tier colours what has become certain.
-    """
-    style = Style.parse(TIER_STYLES[chunk.tiers[-1]] if chunk.tiers else "default")
-    out.print(Segments([Segment(chunk.text, style)]), end="", soft_wrap=True)
-
-
-def summary(completion: Completion) -> Text:
-    """One line: speed, acceptance, tier shares in their colours."""
-    stats: dict[str, Any] = completion.stats
-    emitted = stats["emitted_tokens"]
-    parts = [f"{stats['mode']}: {emitted} tokens"]
-    if stats["tokens_per_s"] is not None:
-        parts.append(f"{stats['tokens_per_s']:.1f} tok/s")
-    if stats["evaluated_tokens"]:
-        parts.append(f"{stats['accepted_tokens']} of {stats['evaluated_tokens']} drafted tokens accepted")
-    if stats["divergence"]["rate"] is not None:
-        parts.append(
-            f"divergence {stats['divergence']['rate']:.1%} over {stats['divergence']['checked']} audited tokens"
-        )
-    text = Text(" | ".join(parts) + " | ", style="dim")
-    for tier, count in stats["tier_counts"].items():
-        text.append(f"{tier} {count / emitted:.0%} ", style=TIER_STYLES[tier])
-    return text.append(f"| {completion.finish_reason}", style="dim")

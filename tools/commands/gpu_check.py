@@ -12,23 +12,19 @@ from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 from rich.table import Table
 
-from via_sd.export.writer.check import compare_logits
 from via_sd.runtime import load_bundle
 from via_sd.runtime.engines.backends import BACKENDS, ENGINES, ONNXRUNTIME, open_engines
-from via_sd.runtime.engines.protocol import Engine
-from via_sd.runtime.engines.rows import logits_of
 from via_sd.runtime.engines.tensorrt.cuda import Cuda
-from via_sd.tools.bench.prompts import Prompt
-from via_sd.tools.bench.run import PLAIN, run_bench, settings_of, summarise
+from via_sd.tools.bench import PLAIN, Prompt, run_bench, settings_of, summarise
 from via_sd.tools.calibration.latency import measure_costs
 from via_sd.tools.calibration.rounds import pipeline_by
-from via_sd.tools.commands.build import Dtype, build_here
 from via_sd.tools.commands.console import CheckFailedError, CommandError, command, err, out, print_json, progress_bar
+from via_sd.tools.commands.engine_build import Dtype, build_here
 from via_sd.tools.commands.options import AsJson
+from via_sd.tools.validation.engines import compare_tiers
 
 AUTO = "auto"
 RTX = ENGINES[0]
@@ -42,8 +38,6 @@ PROMPTS = (
 )
 #: Largest mean KL divergence (nats) from float32 on the CPU, by dtype, at which a tier counts as right.
 LIMITS = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 2e-2}
-#: Prefill, five tokens at an offset, single tokens, a long step.
-STEPS = (40, 5, 1, 1, 24)
 
 
 @command
@@ -94,27 +88,6 @@ def gpu_check(
     wrong = [name for name, tier in tiers.items() if not tier["mean_kl"] <= limit]
     if wrong and loaded.precision == "fp32":  # else the reference is the one that is off
         raise CheckFailedError(f"tiers {', '.join(wrong)} are further than {limit:g} nats from float32 on the CPU")
-
-
-def compare_tiers(found: Engine, wanted: Engine, vocabulary: int) -> dict[str, dict[str, Any]]:
-    """Every tier's laws against a reference's, in steps of several sizes.
-
-    Returns:
-        Per tier: `max_abs_difference` of logits, `mean_kl` in nats, `top1_agreement`.
-    """
-    tokens = np.random.default_rng(0).integers(0, vocabulary, sum(STEPS)).tolist()
-    results = {}
-    for tier in found.tiers:
-        slots = found.new_slot(), wanted.new_slot()
-        logits: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-        past = 0
-        for count in STEPS:
-            for slot, kept in zip(slots, logits, strict=True):
-                kept.append(logits_of(slot.forward(tier, tokens[past : past + count], past, count)))
-            past += count
-        found_logits, wanted_logits = (np.concatenate(kept) for kept in logits)
-        results[tier] = compare_logits(found_logits, wanted_logits).to_json()
-    return results
 
 
 def _choose(backend: str) -> str:
