@@ -13,7 +13,7 @@ help:
 	@echo "make test       set up and run the tests"
 	@echo "make test-all   those that start a Triton server or build TensorRT engines too"
 	@echo "make test-long  the tests that take minutes or fetch larger models"
-	@echo "make lint types ruff, mypy"
+	@echo "make lint types ruff, contracts between packages, mypy"
 
 setup: $(VENV)/.ready
 
@@ -40,6 +40,7 @@ test-long: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache --no-logo
 
 types: setup
 	$(BIN)/mypy
