@@ -51,7 +51,7 @@ class Delta:
 
 
 class LookupDistributions:
-    """The law of a drafter that proposes one token, or none: all its probability on that token.
+    """The distribution of a drafter that proposes one token, or none: all its probability on that token.
 
     Args:
         proposals: proposed token of each position, -1 where there is none.

@@ -1,4 +1,4 @@
-"""Write a bundle: graphs of every tier over one weights file, tokenizer, manifest (DESIGN: the bundle)."""
+"""Write a bundle: graphs of every tier over one weights file, tokenizer, manifest (docs/bundle.md)."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _PREFILL, _STEPS = 40, (5, 1, 1)
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Full verifier against its reference: positions compared, differences of logits and laws (nats)."""
+    """Full verifier against its reference: positions compared, differences of logits and probabilities (nats)."""
 
     positions: int
     max_abs_difference: float
@@ -95,7 +95,7 @@ def check_logits(graph: Path, reference: Reference, *, quantised: bool) -> Check
     """
     if not np.isfinite(reference.logits).all():
         raise ExportError(
-            f"{reference.computed_by} gives logits that are infinite or no numbers: the weights are damaged; fetch or "
+            f"{reference.computed_by} gives NaN or Inf among its logits: the weights are damaged; fetch or "
             "export the model again"
         )
     found = run_graph(graph, reference.tokens, reference.chunks, reference.max_seq_len)

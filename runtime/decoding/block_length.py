@@ -32,7 +32,7 @@ class StepCost:
 
 
 class AdaptiveGamma:
-    """Chooses block lengths from the acceptance seen so far in this sequence.
+    """Chooses block lengths from the acceptance so far in this sequence.
 
     A drafter says in which class of situation it drafts (the n-gram drafter: the length of the match it continues). A
     drafted token that was accepted lengthens the match, so the j-th token of a block in class c is accepted as tokens

@@ -1,7 +1,7 @@
-"""Which tier has seen how much of a sequence, and the pool of KV slots sequences run in.
+"""How much of a sequence is cached for each tier, and the pool of KV slots that sequences run in.
 
-All tiers of a verifier share one set of buffers, so knowing what lies in them is a matter of counters alone: a tier's
-`seen` is the number of positions whose KV it may rely on. A higher tier's KV serves the lower ones; never the reverse.
+All tiers of a verifier share one set of buffers, so counters alone tell what they hold: a tier's cached length is the
+number of positions whose KV the tier can use. KV of a higher tier serves the lower ones, never the reverse.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from via_sd.errors import BusyError
-from via_sd.runtime.engines.protocol import Engine, Slot
+from via_sd.runtime.engines.protocol import Engine, KVBuffers
 from via_sd.runtime.engines.rows import Row
 
 
-class SeenCounters:
-    """Per tier, how many positions of the sequence its KV covers.
+class CachedLengths:
+    """Per tier, the number of positions whose KV is computed (num_computed_tokens, in the words of vLLM).
 
-    `seen` never decreases from a higher tier to a lower one, so that a tier, which feeds from its own `seen` on, can
-    never overwrite KV that a higher tier wrote.
+    A lower tier's length is never less than a higher tier's. So a tier, which feeds from its own length on, never
+    overwrites KV that a higher tier wrote.
     """
 
     def __init__(self, tiers: Sequence[str]) -> None:
         self._rank = {tier: rank for rank, tier in enumerate(tiers)}
-        self._seen = [0] * len(tiers)
+        self._lengths = [0] * len(tiers)
 
     def __getitem__(self, tier: str) -> int:
-        return self._seen[self._rank[tier]]
+        return self._lengths[self._rank[tier]]
 
     def wrote(self, tier: str, upto: int) -> None:
         """A pass of `tier` covered every position below `upto`: so it is for that tier and every lower one."""
-        for rank in range(self._rank[tier], len(self._seen)):
-            self._seen[rank] = upto
+        for rank in range(self._rank[tier], len(self._lengths)):
+            self._lengths[rank] = upto
 
-    def rollback(self, upto: int) -> None:
+    def truncate(self, upto: int) -> None:
         """Forget positions from `upto` on."""
-        self._seen = [min(seen, upto) for seen in self._seen]
+        self._lengths = [min(length, upto) for length in self._lengths]
 
 
 @dataclass
 class KVSlot:
-    """A slot of the pool: buffers, and which tokens the full verifier's KV in them belongs to."""
+    """A slot of the pool: KV buffers, and the tokens whose full-verifier KV they hold."""
 
-    buffers: Slot
+    buffers: KVBuffers
     tokens: list[int] = field(default_factory=list)
     last_used: int = 0
 
@@ -82,7 +82,7 @@ class SlotPool:
         runs another kernel, with other roundings, than the longer ones that fed the prompt when it was new.
 
         Whoever has the slot sets its `tokens` to those its full-verifier KV covers before it goes back. After a failure
-        the buffers are thrown away: what a failed step left in them may be no numbers.
+        the buffers are thrown away: a failed step may have left NaN or Inf in them.
 
         Args:
             timeout: seconds to wait when every slot is taken; None waits for as long as it takes.
@@ -100,7 +100,7 @@ class SlotPool:
             slot = self._choose(tokens)
         try:
             if slot is None:
-                slot = KVSlot(self._engine.new_slot())
+                slot = KVSlot(self._engine.new_buffers())
             reused = min(slot.shared_prefix(tokens), max(0, len(tokens) - 2))
             try:
                 yield slot, reused
@@ -141,23 +141,23 @@ class Usage:
     seconds: float = 0.0
 
 
-class Tape:
-    """One model's KV of one sequence: feeds a tier what it has not seen and keeps the counters true.
+class SequenceCache:
+    """One model's KV of one sequence: feeds a tier the tokens that are not cached for it and keeps the lengths.
 
     Args:
-        buffers: the slot the model's tiers share.
+        buffers: KV buffers, shared by all tiers of the model.
         engine: the model.
         reused: positions the buffers hold already, written by the highest tier.
     """
 
-    def __init__(self, buffers: Slot, engine: Engine, reused: int = 0) -> None:
+    def __init__(self, buffers: KVBuffers, engine: Engine, reused: int = 0) -> None:
         self._buffers, self._chunk = buffers, engine.prefill_chunk
-        self.seen = SeenCounters(engine.tiers)
-        self.seen.wrote(engine.tiers[0], reused)
+        self.lengths = CachedLengths(engine.tiers)
+        self.lengths.wrote(engine.tiers[0], reused)
         self.usage = {tier: Usage() for tier in engine.tiers}
 
     def run(self, tier: str, sequence: Sequence[int], rows: int) -> Sequence[Row]:
-        """Feed `tier` whatever of `sequence` it has not seen.
+        """Feed `tier` the part of `sequence` that is not cached for it.
 
         Returns:
             What follows each of the last `rows` tokens; the next call makes it void.
@@ -168,23 +168,23 @@ class Tape:
 
     def chunks(self, tier: str, sequence: Sequence[int], rows: int) -> Iterator[None]:
         """Feed `tier` one chunk of a long `sequence` for every `next`, up to what `run` can take in one pass."""
-        while len(sequence) - self.seen[tier] > self._chunk + rows:
-            self._feed(tier, sequence, self.seen[tier] + self._chunk, 1)
+        while len(sequence) - self.lengths[tier] > self._chunk + rows:
+            self._feed(tier, sequence, self.lengths[tier] + self._chunk, 1)
             yield
 
-    def settle(self, length: int) -> None:
-        """End a round at `length` tokens: the last one was fed to nobody yet, what lies behind it is void."""
-        self.seen.rollback(length - 1)
+    def truncate(self, length: int) -> None:
+        """Cut back to a sequence of `length` tokens, of which the last is not fed yet; KV behind it is void."""
+        self.lengths.truncate(length - 1)
 
     def _feed(self, tier: str, sequence: Sequence[int], end: int, rows: int) -> Sequence[Row]:
-        """A pass over what `tier` has not seen of the first `end` tokens."""
-        start, usage = self.seen[tier], self.usage[tier]
+        """A forward pass of `tier` over those of the first `end` tokens that are not cached for it."""
+        start, usage = self.lengths[tier], self.usage[tier]
         # Until the pass is through, nothing from `start` on can be relied on.
-        self.seen.rollback(start)
+        self.lengths.truncate(start)
         begun = perf_counter()
         found = self._buffers.forward(tier, sequence[start:end], start, rows)
         usage.seconds += perf_counter() - begun
         usage.calls += 1
         usage.tokens += end - start
-        self.seen.wrote(tier, end)
+        self.lengths.wrote(tier, end)
         return found

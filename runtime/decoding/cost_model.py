@@ -13,7 +13,7 @@ class SlimOrFull:
 
     Each way is judged by the tokens per cost its rounds brought. Evidence fades with every round of its kind, and more
     slowly with the others, so that the way not taken drifts back to its prior and is tried again. The priors suppose
-    that slim settles as many tokens per pass as full does, and that full is asked again behind a pass in four.
+    that slim writes as many tokens per pass as full does, and that full is asked again behind a pass in four.
     """
 
     _MEMORY, _MEMORY_UNUSED = 0.97, 0.99
@@ -43,7 +43,7 @@ class SlimOrFull:
 
 
 class CascadeBlock:
-    """For `cascade`: how many tokens slim settles before the full verifier looks; 0 leaves slim out of the round.
+    """For `cascade`: how many tokens slim writes before the full verifier tests them; 0 leaves slim out of the round.
 
     With a the probability that full keeps a token of slim's and t tokens per slim pass, a block of k costs k / t slim
     passes and a full pass over k + 1, and yields 1 + a + … + a^k tokens.
@@ -57,13 +57,13 @@ class CascadeBlock:
     def __init__(self, cost: StepCost, slim_cost: float) -> None:
         self._cost, self._slim_cost = cost, slim_cost
         self._judged = self._kept = 0.0
-        self._passes = self._settled = 0.0
+        self._passes = self._written = 0.0
         self._rounds = self._emitted = 0.0
 
     def choose(self) -> int:
-        """The block size that pays most; 0 where the two-tier rounds seen pay more than any."""
+        """The block size that pays most; 0 where two-tier rounds have paid more so far."""
         kept = (self._kept + self._PRIOR_KEPT * self._PRIOR_WEIGHT) / (self._judged + self._PRIOR_WEIGHT)
-        per_pass = (self._settled + self._PRIOR_PER_PASS * self._PRIOR_PASSES) / (self._passes + self._PRIOR_PASSES)
+        per_pass = (self._written + self._PRIOR_PER_PASS * self._PRIOR_PASSES) / (self._passes + self._PRIOR_PASSES)
         best, best_value = 0, self._two_tier()
         for size in self.SIZES[1:]:
             yielded = 1 + sum(kept**i for i in range(1, size + 1))
@@ -72,10 +72,10 @@ class CascadeBlock:
                 best, best_value = size, value
         return best
 
-    def settled(self, tokens: int) -> None:
-        """A slim pass settled `tokens`."""
+    def slim_pass(self, tokens: int) -> None:
+        """A slim pass wrote `tokens`."""
         self._passes = self._passes * self._MEMORY + 1
-        self._settled = self._settled * self._MEMORY + tokens
+        self._written = self._written * self._MEMORY + tokens
 
     def judged(self, judged: int, kept: int) -> None:
         """The full verifier looked at `judged` of slim's tokens and kept `kept`."""

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from via_sd.runtime.decoding.cache import Tape
+from via_sd.runtime.decoding.cache import SequenceCache
 from via_sd.runtime.decoding.sampling import Processor, Purpose, draw, uniform
 from via_sd.runtime.engines.rows import HostRow, Row
 
@@ -19,11 +19,11 @@ class Draft:
 
     Attributes:
         tokens: the drafted tokens, in order.
-        laws: for each the law it was drawn from, None where it was chosen without a draw (a point mass).
+        distributions: of each token the probabilities it was drawn from, None where it was not drawn (a point mass).
     """
 
     tokens: list[int] = field(default_factory=list)
-    laws: list[np.ndarray | None] = field(default_factory=list)
+    distributions: list[np.ndarray | None] = field(default_factory=list)
 
 
 class Drafter(Protocol):
@@ -44,8 +44,8 @@ class Drafter(Protocol):
         """A class of situations that tend to be accepted alike (n-gram match length, say); small integers."""
         ...
 
-    def settle(self, length: int) -> None:
-        """The round ended with `length` tokens."""
+    def truncate(self, length: int) -> None:
+        """The sequence has been cut back to `length` tokens."""
         ...
 
     @property
@@ -97,7 +97,7 @@ class NgramDrafter:
         self._synchronise(sequence)
         return self._match()[0]
 
-    def settle(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Nothing to do: the next call sees the sequence as it is."""
 
     def _match(self) -> tuple[int, int | None]:
@@ -138,14 +138,14 @@ class NgramDrafter:
 
 
 class ModelDrafter:
-    """Drafts with a language model: one of its own (a tape of its own), or a deeper mask of the verifier itself.
+    """Drafts with a language model: one of its own (with a cache of its own), or a deeper mask of the verifier itself.
 
-    Drafting stops early where the model is unsure. That is decided from the law of the next token before one is
-    drawn from it, so the tokens that are drafted keep their law.
+    Drafting stops early where the model is unsure. That is decided from the probabilities of the next token before
+    it is drawn, so the distribution of drafted tokens stays as declared.
 
     Args:
-        tape: KV the drafter runs on; the verifier's own for a mask.
-        tier: which of the tape's tiers drafts.
+        cache: KV the drafter runs on; the verifier's own for a mask.
+        tier: the tier of the cache that drafts.
         vocabulary: number of real tokens; logits beyond are padding, cut off or filled up to the verifier's width.
         widths: logits per row of the drafter, and of the verifier.
         capacity: tokens the drafter's KV buffers hold; where the sequence is longer, it proposes nothing.
@@ -155,7 +155,7 @@ class ModelDrafter:
 
     def __init__(
         self,
-        tape: Tape,
+        cache: SequenceCache,
         tier: str,
         processor: Processor,
         *,
@@ -165,7 +165,7 @@ class ModelDrafter:
         cost: float,
         threshold: float = 0.4,
     ) -> None:
-        self._tape, self._tier, self._processor = tape, tier, processor
+        self._cache, self._tier, self._processor = cache, tier, processor
         self._vocabulary, self._width, self._threshold = vocabulary, widths[1], threshold
         self._padding = widths != (vocabulary, vocabulary)
         self._capacity = capacity
@@ -174,45 +174,45 @@ class ModelDrafter:
 
     @property
     def seconds(self) -> float:
-        return self._tape.usage[self._tier].seconds
+        return self._cache.usage[self._tier].seconds
 
     @property
     def calls(self) -> int:
-        return self._tape.usage[self._tier].calls
+        return self._cache.usage[self._tier].calls
 
     def read(self, sequence: Sequence[int]) -> Iterator[None]:
         """See `Drafter.read`."""
         if len(sequence) <= self._capacity:
-            yield from self._tape.chunks(self._tier, sequence, 1)
+            yield from self._cache.chunks(self._tier, sequence, 1)
 
     def propose(self, sequence: Sequence[int], limit: int) -> Draft:
         """See `Drafter.propose`."""
         tokens: list[int] = []
-        laws: list[np.ndarray | None] = []
+        distributions: list[np.ndarray | None] = []
         context = list(sequence)
         params = self._processor.params
         while len(tokens) < limit and len(context) <= self._capacity:
-            row = self._real(self._tape.run(self._tier, context, 1)[0])
+            row = self._real(self._cache.run(self._tier, context, 1)[0])
             if tokens and 1 / row.mass < self._threshold:
                 break
             if params.greedy:
-                token, law = self._processor.best(row, context), None
+                token, probabilities = self._processor.best(row, context), None
             else:
-                law = self._processor.law(row, context)
+                probabilities = self._processor.probabilities(row, context)
                 # Not keyed by engine calls: how many a long prompt takes depends on the prefix that was re-used.
                 self._draws += 1
-                token = draw(law, uniform(params.seed, self._draws, len(context), Purpose.DRAFT))
+                token = draw(probabilities, uniform(params.seed, self._draws, len(context), Purpose.DRAFT))
             tokens.append(token)
-            laws.append(law)
+            distributions.append(probabilities)
             context.append(token)
-        return Draft(tokens, laws)
+        return Draft(tokens, distributions)
 
     def expectation(self, sequence: Sequence[int]) -> int:
         """One class, of those that begin hopeful: the model itself stops where it is unsure."""
         return 5
 
-    def settle(self, length: int) -> None:
-        self._tape.settle(length)
+    def truncate(self, length: int) -> None:
+        self._cache.truncate(length)
 
     def _real(self, row: Row) -> Row:
         """The row with padding masked out, as wide as the verifier's; as it is where only its best token matters."""

@@ -2,7 +2,7 @@
 
 Every chunk of a long prompt yields, too: before the first round those of the verifier, behind it the drafter's.
 
-What is fed to which tier after each event is the table of DESIGN section 5.
+What is fed to which tier after each event: docs/architecture.md#cache-table.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def plain(run: Run) -> Generator[None, None, None]:
     while not run.done:
         row = run.forward(FULL, run.tokens, 1)[0]
         run.push(Item(run.choose(row, run.tokens, Purpose.FULL_TOKEN), "full"), row)
-        run.settle()
+        run.end_round()
         yield
 
 
@@ -39,7 +39,7 @@ def speculative(run: Run) -> Generator[None, None, None]:
     yield from run.start()
     while not run.done:
         _two_tier_round(run)
-        run.settle()
+        run.end_round()
         yield
 
 
@@ -53,9 +53,9 @@ def _two_tier_round(run: Run) -> float:
 
 
 def cascade(run: Run) -> Generator[None, None, None]:
-    """Drafter, slim, full (exact): slim settles several blocks losslessly, full then tests every token they left.
+    """Drafter, slim, full (exact): slim verifies several blocks losslessly, full then tests every token that is left.
 
-    The tokens of the inner rounds are distributed as slim's law, whatever was drafted, so the full verifier tests them
+    The tokens of the inner rounds follow slim's distribution, whatever was drafted, so the full verifier tests them
     against the very rows of slim they were drawn from. Where slim does not earn its passes a round leaves it out.
     """
     yield from run.start()
@@ -68,12 +68,12 @@ def cascade(run: Run) -> Generator[None, None, None]:
             block.two_tier(len(run.tokens) - before, cost)
         else:
             _cascade_round(run, block, size)
-        run.settle()
+        run.end_round()
         yield
 
 
 def _cascade_round(run: Run, block: CascadeBlock, size: int) -> None:
-    """Slim settles at least `size` tokens (fewer where the text or the buffer ends), full tests them."""
+    """Slim writes at least `size` tokens (fewer where the text or the buffer ends), full tests them."""
     pending: list[Item] = []
     proposal = Draft()
     while len(pending) < size and not run.stop_tokens.intersection(proposal.tokens):
@@ -82,12 +82,14 @@ def _cascade_round(run: Run, block: CascadeBlock, size: int) -> None:
         rows = run.forward(run.slim, [*context, *draft.tokens], len(draft.tokens) + 1)
         verdict = run.test(rows, draft, context, Purpose.SLIM_TEST, Purpose.SLIM_TOKEN)
         run.learn(situation, min(verdict.kept + 1, len(draft.tokens)), verdict.kept)
-        block.settled(verdict.kept + 1)
+        block.slim_pass(verdict.kept + 1)
         pending += [Item(token, "draft") for token in draft.tokens[: verdict.kept]]
         pending.append(Item(verdict.token, "slim", replaced=verdict.kept < len(draft.tokens)))
         proposal.tokens.extend([*draft.tokens[: verdict.kept], verdict.token])
-        proposal.laws.extend(verdict.laws if verdict.laws else repeat(None, verdict.kept + 1))
-        run.void_after(len(run.tokens) + len(pending))
+        proposal.distributions.extend(
+            verdict.distributions if verdict.distributions else repeat(None, verdict.kept + 1)
+        )
+        run.truncate(len(run.tokens) + len(pending))
     rows = run.forward(FULL, [*run.tokens, *proposal.tokens], len(pending) + 1)
     outcome = run.test(rows, proposal, run.tokens, Purpose.FULL_TEST, Purpose.FULL_TOKEN)
     block.judged(min(outcome.kept + 1, len(pending)), outcome.kept)
@@ -95,7 +97,7 @@ def _cascade_round(run: Run, block: CascadeBlock, size: int) -> None:
 
 
 def routed(run: Run) -> Generator[None, None, None]:
-    """The paper's VIA-SD (Algorithm 2, approximate): some tokens stand on slim's word.
+    """The paper's VIA-SD (Algorithm 2, approximate): some tokens are accepted by the slim-verifier alone.
 
     After one slim pass the router accepts drafted tokens, lets slim write its own, or escalates; the full verifier
     then judges the rest of the block, and audits for free what slim let through since it last looked. Unless the router
@@ -104,22 +106,22 @@ def routed(run: Run) -> Generator[None, None, None]:
     yield from run.start()
     audit, choice = _Audit(run), SlimOrFull(run.slim_cost)
     while not run.done:
-        before, full_before = len(run.tokens), run.tape.usage[FULL].tokens
-        unseen = before - 1 - run.tape.seen[FULL]
+        before, full_before = len(run.tokens), run.cache.usage[FULL].tokens
+        pending = before - 1 - run.cache.lengths[FULL]
         draft, situation = run.propose()
         length = len(draft.tokens)
-        overdue = before - run.tape.seen[FULL] + length + 1 > run.max_lag
+        overdue = before - run.cache.lengths[FULL] + length + 1 > run.max_lag
         open_to_slim = not overdue and not run.router.shut
         slim_first = open_to_slim and (run.slim_always_first or choice.slim_first())
         kept = _route_block(run, draft, audit) if slim_first else audit.escalate(draft)
         run.learn(situation, min(kept + 1, length), kept)
-        fed = run.tape.usage[FULL].tokens - full_before
-        # What full has not seen by now it has to read later: that is the cost of this round, not of the later one.
-        cost = run.costs(fed - unseen) if fed else run.costs.per_token * (len(run.tokens) - before)
+        fed = run.cache.usage[FULL].tokens - full_before
+        # What is not cached for full now has to be fed later: the cost belongs to this round, not to the later one.
+        cost = run.costs(fed - pending) if fed else run.costs.per_token * (len(run.tokens) - before)
         if slim_first:
             cost += run.slim_cost * run.costs(length + 1)
         choice.learn("slim" if slim_first else "full", len(run.tokens) - before, cost)
-        run.settle()
+        run.end_round()
         yield
     if run.audit_tail:
         audit.tail()
@@ -134,7 +136,7 @@ def _route_block(run: Run, draft: Draft, audit: _Audit) -> int:
         route = run.router.route(row, token, tightening)
         if route is Route.ESCALATE:
             run.stats.escalations += 1
-            return j + audit.escalate(Draft(draft.tokens[j:], draft.laws[j:]), row)
+            return j + audit.escalate(Draft(draft.tokens[j:], draft.distributions[j:]), row)
         if route is Route.REGENERATE:
             audit.let_through(Item(run.choose(row, run.tokens, Purpose.SLIM_TOKEN), "slim", replaced=True), row)
             return j
@@ -150,49 +152,49 @@ def _route_block(run: Run, draft: Draft, audit: _Audit) -> int:
 
 
 class _Audit:
-    """What the full verifier would have said about tokens that stand on slim's word."""
+    """What the full verifier would have said about tokens that the slim-verifier accepted alone."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._laws: list[np.ndarray] = []  # slim's laws of the tokens it let through (temperature > 0)
+        self._distributions: list[np.ndarray] = []  # slim's, of the tokens it let through (temperature > 0)
         self._noted: list[tuple[int, float, int]] = []  # where full has not been: position, slim's margin and best
 
     def let_through(self, item: Item, row: Row) -> bool:
-        """Emit a token on slim's word."""
+        """Emit a token that the slim-verifier accepts alone."""
         run = self._run
         self._note(row)
         if not run.processor.params.greedy:
-            self._laws.append(run.processor.law(row, run.tokens))
+            self._distributions.append(run.processor.probabilities(row, run.tokens))
         return run.push(item, row, checked=False)
 
     def escalate(self, draft: Draft, doubted: Row | None = None) -> int:
-        """A full pass over everything full has not seen and `draft`, which it judges alone; how much of it is kept.
+        """A full pass over everything not cached for full and `draft`, which it judges alone; how much of it is kept.
 
         `doubted` is the row of slim's on which the router escalated.
         """
         run = self._run
         if doubted is not None:
             self._note(doubted)
-        unseen = len(run.tokens) - 1 - run.tape.seen[FULL]
-        rows = run.forward(FULL, [*run.tokens, *draft.tokens], unseen + len(draft.tokens) + 1)
-        self._compare(rows, unseen)
-        return run.verify(draft, rows[unseen:]).kept
+        pending = len(run.tokens) - 1 - run.cache.lengths[FULL]
+        rows = run.forward(FULL, [*run.tokens, *draft.tokens], pending + len(draft.tokens) + 1)
+        self._compare(rows, pending)
+        return run.verify(draft, rows[pending:]).kept
 
     def tail(self) -> None:
         """Judge what is left at the end of the text, so that every token was judged."""
         run = self._run
-        unseen = len(run.tokens) - 1 - run.tape.seen[FULL]
-        if unseen > 0:
-            self._compare(run.forward(FULL, run.tokens[:-1], unseen), unseen)
+        pending = len(run.tokens) - 1 - run.cache.lengths[FULL]
+        if pending > 0:
+            self._compare(run.forward(FULL, run.tokens[:-1], pending), pending)
 
     def _note(self, row: Row) -> None:
         if self._run.keep_margins:
             self._noted.append((self._run.stats.emitted_tokens, row.margin, row.best))
 
     def _compare(self, rows: Sequence[Row], count: int) -> None:
-        """Compare `count` of full's `rows` with the last emitted tokens: argmax, or the overlap of the laws."""
+        """Compare `count` of full's `rows` with the last emitted tokens: argmax, or overlap of distributions."""
         run = self._run
-        # Where the router escalated, there is one more of slim's rows than tokens that stand on its word.
+        # Where the router escalated, there is one more of slim's rows than tokens it accepted.
         for (position, margin, token), row in zip(self._noted, rows, strict=False):
             run.stats.margins.append(JudgedMargin(position, margin, row.best == token))
         self._noted.clear()
@@ -202,9 +204,9 @@ class _Audit:
             best = (run.processor.best(row, before, audited[:j]) for j, row in enumerate(rows))
             apart = [float(b != token) for b, token in zip(best, audited, strict=True)]
         else:
-            laws = [run.processor.law(row, before, audited[:j]) for j, row in enumerate(rows)]
-            apart = [1 - float(np.minimum(q, u).sum()) for q, u in zip(laws, self._laws, strict=True)]
-            self._laws.clear()
+            distributions = [run.processor.probabilities(row, before, audited[:j]) for j, row in enumerate(rows)]
+            apart = [1 - float(np.minimum(q, u).sum()) for q, u in zip(distributions, self._distributions, strict=True)]
+            self._distributions.clear()
         run.stats.checked += count
         run.stats.audited += count
         run.stats.disagreement += sum(apart)
@@ -212,5 +214,5 @@ class _Audit:
 
 
 MODES: dict[str, Mode] = {"plain": plain, "speculative": speculative, "cascade": cascade, "routed": routed}
-#: Modes whose output follows the full verifier's law exactly.
+#: Modes whose output has exactly the full verifier's distribution.
 EXACT_MODES = frozenset({"plain", "speculative", "cascade"})

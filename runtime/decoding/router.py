@@ -25,7 +25,7 @@ class Router(Protocol):
 
     @property
     def shut(self) -> bool:
-        """Whether nothing can stand on slim's word, so that it need not be asked."""
+        """Whether slim can never accept a token alone, so that it need not run."""
         ...
 
     def route(self, row: Row, token: int, tightening: float = 1.0) -> Route:
@@ -39,7 +39,7 @@ class Router(Protocol):
 
 @dataclass(frozen=True)
 class Gates:
-    """The paper's two thresholds, on slim's untruncated law at temperature 1.
+    """The paper's two thresholds, on slim's untruncated probabilities at temperature 1.
 
     Outer gate, slim is sure of itself: max q' >= 1 - alpha2, else ESCALATE. Inner gate, the draft token is nearly
     slim's best: q'(v) >= (1 - alpha1) max q', then ACCEPT, else REGENERATE. The paper states the outer gate against
@@ -96,7 +96,7 @@ class MarginGate:
 
 
 @dataclass(frozen=True)
-class CalibratedRouter:
+class RouterMargins:
     """What calibration found out about slim's margins.
 
     Attributes:

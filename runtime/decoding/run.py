@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from via_sd.runtime.decoding.block_length import AdaptiveGamma, StepCost
-from via_sd.runtime.decoding.cache import Tape
+from via_sd.runtime.decoding.cache import SequenceCache
 from via_sd.runtime.decoding.drafters import Draft, Drafter
 from via_sd.runtime.decoding.router import DivergenceGuard, Gates, Router
 from via_sd.runtime.decoding.sampling import Processor, Purpose, acceptance, draw, residual, uniform
@@ -38,12 +38,12 @@ class Verdict:
     Attributes:
         kept: number of drafted tokens kept.
         token: the verifier's own token behind them.
-        laws: laws of the kept + 1 rows that were looked at; empty in greedy decoding, where a law is a point mass.
+        distributions: the verifier's, of the kept + 1 rows that were tested; empty in greedy decoding.
     """
 
     kept: int
     token: int
-    laws: list[np.ndarray]
+    distributions: list[np.ndarray]
 
 
 @dataclass
@@ -60,13 +60,13 @@ class Run:
         slim: the slim-verifier's tier, for the modes that have one.
         slim_cost: of a slim pass, in full passes over as many tokens.
         slim_always_first: whether `routed` asks slim first in every round, as the paper does.
-        max_lag: emitted tokens that may stand unseen by the full verifier.
+        max_lag: most emitted tokens that the full verifier has not checked yet.
         audit_tail: whether `routed` ends with a full pass over what only slim has judged.
         keep_margins: whether `routed` notes in the statistics how slim's margins fared.
     """
 
     tokens: list[int]
-    tape: Tape
+    cache: SequenceCache
     drafter: Drafter
     gamma: AdaptiveGamma
     processor: Processor
@@ -88,16 +88,16 @@ class Run:
     attempt: int = 0
 
     def forward(self, tier: str, sequence: Sequence[int], rows: int) -> Sequence[Row]:
-        """A pass of a verifier tier; see `Tape.run`."""
+        """A pass of a verifier tier; see `SequenceCache.run`."""
         self.attempt += 1
-        return self.tape.run(tier, sequence, rows)
+        return self.cache.run(tier, sequence, rows)
 
     def start(self, *, drafting: bool = True) -> Iterator[None]:
         """The first round: feed the prompt to the full verifier, emit its first token, let the drafter read."""
-        yield from self.tape.chunks(FULL, self.tokens, 1)
+        yield from self.cache.chunks(FULL, self.tokens, 1)
         row = self.forward(FULL, self.tokens, 1)[0]
         self.push(Item(self.choose(row, self.tokens, Purpose.FULL_TOKEN), "full"), row)
-        self.settle()
+        self.end_round()
         yield
         if drafting and not self.done:
             yield from self.drafter.read(self.tokens)
@@ -135,29 +135,31 @@ class Run:
             self.done = True
         return not self.done
 
-    def settle(self) -> None:
-        """End the round."""
-        self.void_after(len(self.tokens))
+    def end_round(self) -> None:
+        """Drop the KV of rejected tokens and count the round."""
+        self.truncate(len(self.tokens))
         self.stats.rounds += 1
 
-    def void_after(self, length: int) -> None:
-        """Of `length` tokens the last was fed to nobody yet, and what KV lies behind it is void."""
-        self.tape.settle(length)
-        self.drafter.settle(length)
+    def truncate(self, length: int) -> None:
+        """Cut all caches back to a sequence of `length` tokens, of which the last is not fed yet."""
+        self.cache.truncate(length)
+        self.drafter.truncate(length)
 
     def choose(self, row: Row, context: Sequence[int], purpose: Purpose) -> int:
         """A tier's own token to follow `context`, from its `row`."""
         params = self.processor.params
         if params.greedy:
             return self.processor.best(row, context)
-        return draw(self.processor.law(row, context), uniform(params.seed, self.attempt, len(context), purpose))
+        return draw(
+            self.processor.probabilities(row, context), uniform(params.seed, self.attempt, len(context), purpose)
+        )
 
     def test(
         self, rows: Sequence[Row], draft: Draft, context: Sequence[int], test: Purpose, replace: Purpose
     ) -> Verdict:
         """The lossless test of a draft (Leviathan et al. 2023, Algorithm 1; Chen et al. 2023, Algorithm 2).
 
-        Whatever law the draft was drawn from, the kept tokens and the verifier's own are distributed as the verifier's.
+        Whatever the draft was drawn from, the kept tokens and the verifier's own follow the verifier's distribution.
 
         Args:
             rows: the verifier's, len(draft) + 1; row j follows `context` and j drafted tokens.
@@ -170,19 +172,19 @@ class Run:
                 kept += 1
                 best = self.processor.best(rows[kept], context, tokens[:kept])
             return Verdict(kept, best, [])
-        laws: list[np.ndarray] = []
+        distributions: list[np.ndarray] = []
         while True:
-            law = self.processor.law(rows[kept], context, tokens[:kept])
-            laws.append(law)
+            probabilities = self.processor.probabilities(rows[kept], context, tokens[:kept])
+            distributions.append(probabilities)
             position = len(context) + kept
             if kept == len(tokens):
                 break
-            token, proposal = tokens[kept], draft.laws[kept]
-            if uniform(params.seed, self.attempt, position, test) >= acceptance(law, proposal, token):
-                law = residual(law, proposal, token)
+            token, proposal = tokens[kept], draft.distributions[kept]
+            if uniform(params.seed, self.attempt, position, test) >= acceptance(probabilities, proposal, token):
+                probabilities = residual(probabilities, proposal, token)
                 break
             kept += 1
-        return Verdict(kept, draw(law, uniform(params.seed, self.attempt, position, replace)), laws)
+        return Verdict(kept, draw(probabilities, uniform(params.seed, self.attempt, position, replace)), distributions)
 
     def verify(self, draft: Draft, rows: Sequence[Row]) -> Verdict:
         """Test `draft` against the full verifier's `rows` and emit what follows from it."""

@@ -1,8 +1,8 @@
-"""Laws and draws: what a tier would emit, how a token is drawn from it, and the random stream all draws share.
+"""Probabilities and draws: what a tier would emit, how a token is drawn, and the random stream all draws share.
 
-A *law* is a tier's processed distribution over the vocabulary: repetition penalty, temperature, top-k, top-p and min-p
-applied in that order, the same for drafter, slim and full. Acceptance tests compare laws, never raw softmaxes. With
-temperature 0 a law is a point mass on the processed argmax, and exact modes reduce to comparing tokens.
+The *probabilities* of a row are processed: repetition penalty, temperature, top-k, top-p and min-p in that order, the
+same for drafter, slim and full. Acceptance tests compare these, never raw softmaxes. At temperature 0 all probability
+is on the processed argmax, and exact modes reduce to comparing tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SamplingParams:
         top_k: keep the k likeliest tokens; 0 for all.
         top_p: keep the smallest set of likeliest tokens whose probability reaches this; 1 for all.
         min_p: keep tokens at least this share as likely as the likeliest; 0 for all.
-        repetition_penalty: divide positive and multiply negative logits of tokens seen in prompt and output.
+        repetition_penalty: divide positive and multiply negative logits of tokens that prompt and output hold.
         seed: keys the random stream.
     """
 
@@ -75,7 +75,7 @@ def uniform(seed: int, attempt: int, position: int, purpose: Purpose) -> float:
 
 
 class Processor:
-    """Turns logits into laws for one sequence."""
+    """Turns logits into probabilities for one sequence."""
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
@@ -89,8 +89,8 @@ class Processor:
         """The greedy token of a row that follows `context` and then `draft`."""
         return row.best if self.needs_only_best else int(self._penalised(row, context, draft).argmax())
 
-    def law(self, row: Row, context: Sequence[int], draft: Sequence[int] = ()) -> np.ndarray:
-        """The law of a row that follows `context` and then `draft`, float64 [vocab]; needs temperature > 0."""
+    def probabilities(self, row: Row, context: Sequence[int], draft: Sequence[int] = ()) -> np.ndarray:
+        """Probabilities of a row that follows `context` and then `draft`, float64 [vocab]; needs temperature > 0."""
         params = self.params
         scaled = self._penalised(row, context, draft).astype(np.float64)
         if 0 < params.top_k < len(scaled):
@@ -115,18 +115,18 @@ class Processor:
         penalty = self.params.repetition_penalty
         if penalty == 1:
             return row.logits
-        seen = np.unique(np.fromiter((*context, *draft), np.int64))
+        present = np.unique(np.fromiter((*context, *draft), np.int64))
         logits: np.ndarray = row.logits.copy()
-        values = logits[seen]
-        logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+        values = logits[present]
+        logits[present] = np.where(values > 0, values / penalty, values * penalty)
         return logits
 
 
-def draw(law: np.ndarray, u: float) -> int:
-    """The token at quantile `u` of `law` (inverse CDF); never one of probability zero."""
-    cumulative = np.cumsum(law)
+def draw(probabilities: np.ndarray, u: float) -> int:
+    """The token at quantile `u` of `probabilities` (inverse CDF); never one of probability zero."""
+    cumulative = np.cumsum(probabilities)
     index = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
-    return min(index, int(np.flatnonzero(law)[-1]))
+    return min(index, int(np.flatnonzero(probabilities)[-1]))
 
 
 def acceptance(target: np.ndarray, proposal: np.ndarray | None, token: int) -> float:
@@ -142,12 +142,12 @@ def acceptance(target: np.ndarray, proposal: np.ndarray | None, token: int) -> f
 
 
 def residual(target: np.ndarray, proposal: np.ndarray | None, token: int) -> np.ndarray:
-    """The law of the token that replaces a rejected one: max(0, target - proposal), normalised."""
+    """Probabilities of the token that replaces a rejected one: max(0, target - proposal), normalised."""
     if proposal is None:
         rest = target.copy()
         rest[token] = 0
     else:
         rest = np.maximum(target - proposal, 0)
     total = rest.sum()
-    # Where nothing is left the laws are equal to rounding, and a rejection was itself a rounding artefact.
+    # Where nothing is left the distributions are equal to rounding, and a rejection was itself a rounding artefact.
     return rest / total if total > 0 else target

@@ -1,4 +1,4 @@
-"""What a generation counted and measured (DESIGN section 11: the statistics)."""
+"""What a generation counted and measured (docs/statistics.md)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-TIERS = ("draft", "slim", "full")
+#: Where an emitted token's authority comes from.
+TOKEN_TIERS = ("draft", "slim", "full")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Stats:
     margins: list[JudgedMargin] = field(default_factory=list)
     judged_at: list[int] = field(default_factory=list)
     kept_at: list[int] = field(default_factory=list)
-    tier_counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
+    tier_counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOKEN_TIERS, 0))
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("prefill", "draft", "slim", "full"), 0.0))
     started: float = field(default_factory=perf_counter)
     first_token_at: float | None = None

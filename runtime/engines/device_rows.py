@@ -15,7 +15,7 @@ NUMBERS = 4
 
 
 class LogitsError(ViaSdError):
-    """A step gave logits that are no numbers."""
+    """A step gave NaN or Inf among its logits."""
 
 
 class DeviceRow:
@@ -62,12 +62,12 @@ def device_rows(numbers: np.ndarray, candidates: Sequence[int], fetch: Callable[
         fetch: brings the logits of a row, by index, to the host, float32 [vocab].
 
     Raises:
-        LogitsError: a row with an infinite logit or one that is no number.
+        LogitsError: a row with NaN or Inf among its logits.
     """
     if not (numbers[:, MASS] > 0.5).all():  # the largest logit alone contributes exp(0), give or take a rounding
         raise LogitsError(
-            "a step gave logits that are infinite or no numbers; if the engines are float16, the activations may have "
-            "grown beyond what that holds: build them with --dtype bf16 or fp32"
+            "a step gave NaN or Inf among its logits; if the engines are float16, activations may exceed its range: "
+            "build them with --dtype bf16 or fp32"
         )
     rows = zip(numbers.tolist(), candidates, strict=True)
     return [DeviceRow(row, candidate, partial(fetch, index)) for index, (row, candidate) in enumerate(rows)]

@@ -44,15 +44,15 @@ class OrtEngine:
         self.prefill_chunk = _PREFILL_CHUNK
         self.tiers = tuple(self._keep)
 
-    def new_slot(self) -> OrtSlot:
-        return OrtSlot(self)
+    def new_buffers(self) -> OrtKVBuffers:
+        return OrtKVBuffers(self)
 
     def keep(self, tier: str) -> np.ndarray:
         """The `keep` input that selects `tier`, bool [segments]."""
         return self._keep[tier]
 
 
-class OrtSlot:
+class OrtKVBuffers:
     """KV buffers of one sequence, and the binding that runs the session over them."""
 
     def __init__(self, engine: OrtEngine) -> None:
@@ -85,7 +85,7 @@ class OrtSlot:
         self._tier = FULL
 
     def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> list[HostRow]:
-        """See `Slot.forward`."""
+        """See `KVBuffers.forward`."""
         if (len(tokens), rows) != self._bound:
             self._bind_step(len(tokens), rows)
         self._input_ids[0] = tokens
@@ -111,7 +111,7 @@ class OrtSlot:
         self._bound = (count, rows)
 
     def keys_values(self, layer: int) -> np.ndarray:
-        """See `ReadableSlot.keys_values`; a view."""
+        """See `ReadableKVBuffers.keys_values`; a view."""
         result: np.ndarray = self._buffers[layer, :, 0]
         return result
 

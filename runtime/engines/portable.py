@@ -106,8 +106,8 @@ class GraphEngine:
             self.sessions[FULL if model == "drafter" else name] = open_session(graph, options, provider[0])
         self.tiers = tuple(self.sessions)
 
-    def new_slot(self) -> GraphSlot:
-        return GraphSlot(self)
+    def new_buffers(self) -> GraphKVBuffers:
+        return GraphKVBuffers(self)
 
     def value(self, array: np.ndarray) -> Any:
         """`array` where the provider's buffers are."""
@@ -124,8 +124,8 @@ class GraphEngine:
         }
 
 
-class GraphSlot:
-    """KV buffers of one sequence, and a binding per tier over them; see `Slot`."""
+class GraphKVBuffers:
+    """KV buffers of one sequence, and a binding per tier over them; see `KVBuffers`."""
 
     def __init__(self, engine: GraphEngine) -> None:
         self._engine = engine
@@ -139,14 +139,14 @@ class GraphSlot:
         self._bindings: dict[str, Any] = {}
 
     def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> list[Row]:
-        """See `Slot.forward`."""
+        """See `KVBuffers.forward`."""
         found: list[Row] = []
         for step in self._engine.planner.cut(len(tokens), rows):
             found += self._step(tier, tokens, past, step)
         return found
 
     def keys_values(self, layer: int) -> np.ndarray:
-        """See `ReadableSlot.keys_values`."""
+        """See `ReadableKVBuffers.keys_values`."""
         return np.stack([self._kv[layer, part].numpy()[0].astype(np.float32) for part in self._engine.kv["parts"]])
 
     def _step(self, tier: str, tokens: Sequence[int], past: int, step: Step) -> Sequence[Row]:

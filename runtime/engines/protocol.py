@@ -1,4 +1,4 @@
-"""The seam between decoding and whatever runs the graphs: engines and their KV slots."""
+"""The seam between decoding and whatever runs the graphs: engines and their KV buffers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from via_sd.runtime.engines.rows import Row
 FULL = "full"
 
 
-class Slot(Protocol):
+class KVBuffers(Protocol):
     """One sequence's KV buffers, [1, heads, max_seq_len, head_dim] per layer and part, updated in place."""
 
     def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> Sequence[Row]:
         """Feed `tokens` at positions `past`, `past + 1`, … and return what follows the last `rows` of them.
 
-        What the buffers hold from position `past` on is overwritten. A slot serves one thread at a time; different
-        slots of an engine may run at once.
+        What the buffers hold from position `past` on is overwritten. One sequence's buffers serve one thread at a
+        time; those of different sequences may be used at once.
 
         Returns:
-            A row for each of them; the next call on this slot makes them void.
+            A row for each of them; the next call makes them void.
         """
         ...
 
@@ -46,13 +46,13 @@ class Engine(Protocol):
         """Tokens of a long prompt to feed at once: enough to keep the device busy, few enough to stop in between."""
         ...
 
-    def new_slot(self) -> Slot:
+    def new_buffers(self) -> KVBuffers:
         """Allocate KV buffers for one sequence."""
         ...
 
 
-class ReadableSlot(Slot, Protocol):
-    """A slot whose buffers can be looked into, which checks do and decoding does not."""
+class ReadableKVBuffers(KVBuffers, Protocol):
+    """KV buffers whose contents can be read, which checks do and decoding does not."""
 
     def keys_values(self, layer: int) -> np.ndarray:
         """What the buffers of `layer` hold, float32 [parts, heads, max_seq_len, head_dim]."""
@@ -60,11 +60,11 @@ class ReadableSlot(Slot, Protocol):
 
 
 class ReadableEngine(Engine, Protocol):
-    """An engine of such slots."""
+    """An engine of readable KV buffers."""
 
     @property
     def kv(self) -> dict[str, Any]:
         """Naming, geometry and dtype of the KV buffers, as a manifest has them."""
         ...
 
-    def new_slot(self) -> ReadableSlot: ...
+    def new_buffers(self) -> ReadableKVBuffers: ...

@@ -1,4 +1,4 @@
-"""What a pass says about one position: the few numbers greedy decoding and the router need, and the logits for laws."""
+"""What a forward pass returns for one position: the numbers greedy decoding and the router need, and the logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Row(Protocol):
-    """One row of logits l, wherever they lie; the next pass over its slot makes it void."""
+    """One row of logits l, wherever they lie; the next pass over the same KV buffers makes it void."""
 
     @property
     def best(self) -> int:

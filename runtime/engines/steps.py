@@ -8,7 +8,8 @@ from typing import Any
 
 from via_sd.errors import BundleError
 
-#: Cache slots are looked at in multiples of this, so that few sizes occur (each may be compiled or captured once).
+#: The number of cache positions a step attends to is a multiple of this, so that few sizes occur (each may be compiled
+#: or captured once).
 VISIBLE_BUCKET = 256
 
 
@@ -75,7 +76,7 @@ class StepPlanner:
         )
 
     def visible(self, end: int) -> int:
-        """How many cache slots a step that ends before position `end` looks at."""
+        """How many cache positions a step that ends before position `end` attends to."""
         return min(-(-end // VISIBLE_BUCKET) * VISIBLE_BUCKET, self.max_seq_len)
 
     def _largest(self, rows: int) -> int:

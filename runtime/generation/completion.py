@@ -40,7 +40,7 @@ class Completion:
         token_ids, tiers: per emitted token its id and tier (`draft`, `slim`, `full`); an end-of-sequence token counts.
         finish_reason: `stop` (end-of-sequence token or stop string), `length`, or `cancelled`.
         prompt_tokens: length of the prompt in tokens.
-        stats: counts and times, see DESIGN section 11.
+        stats: counts and times, see docs/statistics.md.
         seed: the random stream's key; the same seed gives the same output.
         logprobs: per emitted token, if asked for.
         margins: with `keep_margins`, every token that `routed` asked slim for and full then judged.

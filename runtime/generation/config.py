@@ -40,7 +40,7 @@ class GenerationConfig:
         router: `paper` asks slim first in every round (Algorithm 2 as it stands), `adaptive` only where that pays;
             `calibrated` does too, and goes by slim's margins as calibration found them on this machine instead of by
             thresholds. The policy's, or `adaptive`, if None.
-        max_lag: emitted tokens that may stand unseen by the full verifier.
+        max_lag: most emitted tokens that the full verifier has not checked yet.
         max_divergence: share of tokens that may differ from the full verifier's choice before the router tightens;
             with `calibrated` the limit of the calibration, if None.
         audit_tail: let the full verifier judge what is left at the end, so that the divergence covers every token.

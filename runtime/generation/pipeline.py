@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from via_sd.contract.manifest import Bundle, load_bundle
 from via_sd.errors import BundleError, RequestError
 from via_sd.runtime.decoding.block_length import StepCost
-from via_sd.runtime.decoding.cache import SlotPool, Tape
+from via_sd.runtime.decoding.cache import SequenceCache, SlotPool
 from via_sd.runtime.decoding.drafters import Drafter, ModelDrafter, NgramDrafter
 from via_sd.runtime.decoding.router import Router
 from via_sd.runtime.decoding.sampling import Processor
@@ -41,7 +41,7 @@ _MODEL_DRAFTER_COST = 0.35
 
 
 @dataclass
-class Tapes:
+class SequenceCaches:
     """KV of one sequence.
 
     Attributes:
@@ -51,8 +51,8 @@ class Tapes:
         tokens: the sequence the buffers belong to; as long as it is empty they count as unknown.
     """
 
-    verifier: Tape
-    drafter: Tape | None
+    verifier: SequenceCache
+    drafter: SequenceCache | None
     reused: int
     tokens: list[int] = field(default_factory=list)
 
@@ -266,7 +266,7 @@ class Pipeline:
     # -- what a stream takes from here ---------------------------------------------------------------------------------
 
     @contextmanager
-    def tapes(self, prompt: Sequence[int]) -> Iterator[Tapes]:
+    def caches(self, prompt: Sequence[int]) -> Iterator[SequenceCaches]:
         """KV of the verifier, and of a model drafter, for one sequence; given back at the end.
 
         Raises:
@@ -274,19 +274,19 @@ class Pipeline:
         """
         with ExitStack() as leases:
             slot, reused = leases.enter_context(self._pool.lease(prompt, self._slot_timeout))
-            tapes = Tapes(Tape(slot.buffers, self.verifier, reused), None, reused)
-            held = [(slot, tapes.verifier)]
+            caches = SequenceCaches(SequenceCache(slot.buffers, self.verifier, reused), None, reused)
+            held = [(slot, caches.verifier)]
             if self._drafter_pool is not None and self.drafter is not None:
                 slot, reused = leases.enter_context(self._drafter_pool.lease(prompt, None))
-                tapes.drafter = Tape(slot.buffers, self.drafter, reused)
-                held.append((slot, tapes.drafter))
+                caches.drafter = SequenceCache(slot.buffers, self.drafter, reused)
+                held.append((slot, caches.drafter))
             try:
-                yield tapes
+                yield caches
             finally:
-                for slot, tape in held:
-                    slot.tokens = tapes.tokens[: tape.seen[FULL]]
+                for slot, cache in held:
+                    slot.tokens = caches.tokens[: cache.lengths[FULL]]
 
-    def new_drafter(self, tapes: Tapes, processor: Processor) -> Drafter:
+    def new_drafter(self, caches: SequenceCaches, processor: Processor) -> Drafter:
         """The bundle's drafter for one sequence."""
         described = self.bundle.manifest["drafter"]
         width = self.verifier.vocab_size
@@ -294,7 +294,7 @@ class Pipeline:
             return NgramDrafter()
         if described["kind"] == "mask":
             return ModelDrafter(
-                tapes.verifier,
+                caches.verifier,
                 described["tier"],
                 processor,
                 vocabulary=width,
@@ -302,9 +302,9 @@ class Pipeline:
                 capacity=self.capacity,
                 cost=self._draft_cost(_MASK_DRAFTER_COST),
             )
-        if described["kind"] == "model" and tapes.drafter is not None and self.drafter is not None:
+        if described["kind"] == "model" and caches.drafter is not None and self.drafter is not None:
             return ModelDrafter(
-                tapes.drafter,
+                caches.drafter,
                 FULL,
                 processor,
                 vocabulary=described["shared_vocab"],

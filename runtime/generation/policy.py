@@ -1,4 +1,4 @@
-"""What calibration found for a bundle on a machine: what passes cost there, and how `auto` decodes."""
+"""What `calibrate` found for a bundle on a machine: forward pass latency there, and how `auto` decodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from via_sd.contract.manifest import Bundle
 from via_sd.errors import BundleError
 from via_sd.runtime.decoding.modes import EXACT_MODES, MODES
-from via_sd.runtime.decoding.router import CalibratedRouter
+from via_sd.runtime.decoding.router import RouterMargins
 from via_sd.runtime.engines.backends import ON_CPU, ONNXRUNTIME
 from via_sd.runtime.engines.tensorrt.cuda import Cuda
 from via_sd.runtime.generation.config import CALIBRATED
@@ -67,7 +67,7 @@ class Policy:
     full_cost: Mapping[int, float]
     slim_cost: float | None = None
     draft_cost: float | None = None
-    router: CalibratedRouter | None = None
+    router: RouterMargins | None = None
 
     def __post_init__(self) -> None:
         if self.auto["mode"] not in MODES or self.exact not in EXACT_MODES:
@@ -139,14 +139,14 @@ def read_policy(file: Path, bundle: Bundle, backend: str) -> Policy:
         return Policy(dict(data["auto"]), data["exact"], full, costs["slim"], costs["draft"], router)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error) if isinstance(error, (OSError, ValueError)) else f"it is damaged: {error!r}"
-        raise BundleError(f"{file} is no policy to go by ({reason}); measure again: via-sd-export calibrate") from None
+        raise BundleError(f"{file} is an invalid policy ({reason}); measure again: via-sd-export calibrate") from None
 
 
-def _router(described: Mapping[str, Any] | None) -> CalibratedRouter | None:
+def _router(described: Mapping[str, Any] | None) -> RouterMargins | None:
     if described is None:
         return None
     margins = {float(share): float(margin) for share, margin in described["margins"].items()}
-    return CalibratedRouter(float(described["max_divergence"]), margins)
+    return RouterMargins(float(described["max_divergence"]), margins)
 
 
 def policy_json(bundle: Bundle, machine: Machine, policy: Policy, measured: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from via_sd.runtime.generation.config import GenerationConfig
 from via_sd.runtime.generation.text import TextStream
 
 if TYPE_CHECKING:
-    from via_sd.runtime.generation.pipeline import Pipeline, Tapes
+    from via_sd.runtime.generation.pipeline import Pipeline, SequenceCaches
 
 
 class CompletionStream(Iterator[Chunk]):
@@ -68,29 +68,29 @@ def _generate(
     """Chunks of one generation, which is put into `ended` behind the last."""
     stats, sampling = Stats(config.mode), config.sampling()
     output = _Output(pipeline, config)
-    with pipeline.tapes(prompt) as tapes:
-        stats.reused_prefix = tapes.reused
-        run = _new_run(pipeline, tapes, prompt, config, sampling, output, stats)
+    with pipeline.caches(prompt) as caches:
+        stats.reused_prefix = caches.reused
+        run = _new_run(pipeline, caches, prompt, config, sampling, output, stats)
         rounds = MODES[config.mode](run)
         for _ in rounds:
             if stats.rounds <= 1:
-                stats.seconds["prefill"] = tapes.verifier.usage[FULL].seconds
+                stats.seconds["prefill"] = caches.verifier.usage[FULL].seconds
             if not run.done and cancel.is_set():
                 output.reason = "cancelled"
             elif run.done and output.reason is None:
                 output.reason = "length"
             if output.reason is not None:
-                _account(stats, run, tapes)
+                _account(stats, run, caches)
             # Between rounds the buffers agree with the tokens, so they are worth keeping if nobody comes back.
-            tapes.tokens = run.tokens
+            caches.tokens = run.tokens
             chunk, left = output.chunk(), perf_counter()
             yield chunk
             stats.pause(perf_counter() - left)
-            tapes.tokens = []
+            caches.tokens = []
             if output.reason == "cancelled":
                 break
         rounds.close()
-        tapes.tokens = run.tokens
+        caches.tokens = run.tokens
     ended.append(output.completion(len(prompt), stats, sampling.seed))
 
 
@@ -148,7 +148,7 @@ class _Output:
 
 def _new_run(
     pipeline: Pipeline,
-    tapes: Tapes,
+    caches: SequenceCaches,
     prompt: list[int],
     config: GenerationConfig,
     sampling: SamplingParams,
@@ -158,8 +158,8 @@ def _new_run(
     processor = Processor(sampling)
     return Run(
         tokens=list(prompt),
-        tape=tapes.verifier,
-        drafter=pipeline.new_drafter(tapes, processor),
+        cache=caches.verifier,
+        drafter=pipeline.new_drafter(caches, processor),
         gamma=AdaptiveGamma(pipeline.step_cost, fixed=config.gamma),
         processor=processor,
         emit=output.emit,
@@ -179,13 +179,13 @@ def _new_run(
     )
 
 
-def _account(stats: Stats, run: Run, tapes: Tapes) -> None:
+def _account(stats: Stats, run: Run, caches: SequenceCaches) -> None:
     """Read the meters once, when the text is complete."""
-    full = tapes.verifier.usage[FULL]
+    full = caches.verifier.usage[FULL]
     stats.full_calls, stats.full_tokens = full.calls, full.tokens
     stats.seconds["full"] = full.seconds - stats.seconds["prefill"]
     if run.slim != FULL:
-        slim = tapes.verifier.usage[run.slim]
+        slim = caches.verifier.usage[run.slim]
         stats.slim_calls, stats.seconds["slim"] = slim.calls, slim.seconds
     stats.draft_calls, stats.seconds["draft"] = run.drafter.calls, run.drafter.seconds
     stats.finish()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from via_sd.runtime.decoding.statistics import TOKEN_TIERS
 from via_sd.runtime.triton.scheduler import Job, Outcome, Reason, RequestFailed
 
 PREFIX = "via_sd_"
@@ -29,7 +30,6 @@ GAUGES = {
     "waiting_requests": "Requests that wait for a KV slot",
     "slots": "KV slots of this instance",
 }
-TIERS = ("draft", "slim", "full")
 
 
 class Metrics:
@@ -52,7 +52,7 @@ class Metrics:
             **{name: family(PREFIX + name, text, family.GAUGE) for name, text in GAUGES.items()},
         }
         self._metrics: dict[tuple[str, str], Any] = {}
-        for tier in TIERS:
+        for tier in TOKEN_TIERS:
             self._metric("tokens_total", tier=tier)
         for result in ("stop", "length", *(reason.value for reason in Reason)):
             self._metric("requests_total", result=result)
@@ -74,7 +74,7 @@ class Metrics:
     def finished(self, job: Job, outcome: Outcome) -> None:
         """Counts a request that was answered."""
         stats = outcome.stats
-        for tier in TIERS:
+        for tier in TOKEN_TIERS:
             self._add("tokens_total", stats["tier_counts"][tier], tier=tier)
         self._add("drafted_tokens_total", stats["drafted_tokens"])
         self._add("accepted_tokens_total", stats["accepted_tokens"])

@@ -43,13 +43,13 @@ class TritonEngine:
         self.layers = {tier: _kept_layers(tiers[tier], self.kv["num_layers"]) for tier in self.tiers}
         self.infer = infer
 
-    def new_slot(self) -> TritonSlot:
+    def new_buffers(self) -> TritonKVBuffers:
         """KV of one sequence, empty."""
-        return TritonSlot(self)
+        return TritonKVBuffers(self)
 
 
-class TritonSlot:
-    """KV of one sequence (see `via_sd.runtime.engines.protocol.Slot`)."""
+class TritonKVBuffers:
+    """KV of one sequence (see `via_sd.runtime.engines.protocol.KVBuffers`)."""
 
     def __init__(self, engine: TritonEngine) -> None:
         self._engine = engine
@@ -58,7 +58,7 @@ class TritonSlot:
         self._cache = {(layer, part): empty for layer in range(kv["num_layers"]) for part in kv["parts"]}
 
     def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> list[HostRow]:
-        """See `Slot.forward`."""
+        """See `KVBuffers.forward`."""
         engine, kv = self._engine, self._engine.kv
         inputs: dict[str, np.ndarray] = {
             "input_ids": np.array([tokens], dtype=np.int64),

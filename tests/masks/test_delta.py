@@ -9,7 +9,7 @@ from via_sd.masks import CompactDistributions, LookupDistributions, delta_criter
 from via_sd.masks.distributions import LOWEST, STEP, log_softmax
 
 
-def laws(seed: int, positions: int = 130, vocab: int = 40) -> CompactDistributions:
+def distributions(seed: int, positions: int = 130, vocab: int = 40) -> CompactDistributions:
     kept = CompactDistributions(positions, vocab)
     logits = np.random.default_rng(seed).normal(0, 3, (positions, vocab)).astype(np.float32)
     kept.store(0, log_softmax(logits))
@@ -22,7 +22,7 @@ def mean_cost(verifier: CompactDistributions, other: CompactDistributions) -> fl
 
 
 def test_delta_is_what_the_middle_tier_saves() -> None:
-    full, slim, drafter = laws(1), laws(2), laws(3)
+    full, slim, drafter = distributions(1), distributions(2), distributions(3)
     delta = delta_criterion(full, slim, drafter, via_cost)
     assert delta.drafter_to_full == pytest.approx(mean_cost(full, drafter))
     assert delta.drafter_to_slim == pytest.approx(mean_cost(slim, drafter))
@@ -39,14 +39,14 @@ def test_delta_is_what_the_middle_tier_saves() -> None:
 
 
 def test_a_tier_that_is_the_full_model_or_the_drafter_saves_nothing() -> None:
-    full, drafter = laws(1), laws(3)
+    full, drafter = distributions(1), distributions(3)
     assert delta_criterion(full, full, drafter, via_cost).value == pytest.approx(0)
     assert delta_criterion(full, drafter, drafter, via_cost).value == pytest.approx(0)
     assert not delta_criterion(full, full, drafter, via_cost).pays
 
 
 def test_a_proposed_token_counts_as_all_of_the_drafters_probability() -> None:
-    full, slim = laws(1, positions=3), laws(2, positions=3)
+    full, slim = distributions(1, positions=3), distributions(2, positions=3)
     lookup = LookupDistributions(np.array([7, -1, 20]), 40)
     delta = delta_criterion(full, slim, lookup, via_cost, positions=lookup.proposed)
     assert delta.positions == 2
@@ -59,10 +59,10 @@ def test_a_proposed_token_counts_as_all_of_the_drafters_probability() -> None:
 
 def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(ValueError, match="130, 130 and 5 positions"):
-        delta_criterion(laws(1), laws(2), laws(3, positions=5), via_cost)
+        delta_criterion(distributions(1), distributions(2), distributions(3, positions=5), via_cost)
     nothing = LookupDistributions(np.full(130, -1), 40)
     with pytest.raises(ValueError, match="proposes nothing"):
-        delta_criterion(laws(1), laws(2), nothing, via_cost, positions=nothing.proposed)
+        delta_criterion(distributions(1), distributions(2), nothing, via_cost, positions=nothing.proposed)
 
 
 def test_kept_distributions_are_off_by_half_a_step_at_most() -> None:

@@ -27,7 +27,7 @@ def check_against_the_routed_graph(
     found: Engine, wanted: Engine, actions: list[tuple[str, int, int]], seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    slots, past = (found.new_slot(), wanted.new_slot()), 0
+    both, past = (found.new_buffers(), wanted.new_buffers()), 0
     for action, count, rows in actions:
         if action == "rollback":
             past = max(0, past - count)
@@ -36,12 +36,12 @@ def check_against_the_routed_graph(
         if count == 0:
             continue
         tokens = rng.integers(0, 256, count).tolist()
-        ours, theirs = (slot.forward(action, tokens, past, min(rows, count)) for slot in slots)
+        ours, theirs = (buffers.forward(action, tokens, past, min(rows, count)) for buffers in both)
         check_numbers(ours, [*tokens[len(tokens) - len(ours) + 1 :], 0])
         assert_close(logits_of(ours), logits_of(theirs))
         past += count
     for layer in range(found.kv["num_layers"]):
-        assert_close(*(slot.keys_values(layer)[:, :, :past] for slot in slots))
+        assert_close(*(buffers.keys_values(layer)[:, :, :past] for buffers in both))
 
 
 def check_numbers(rows: Sequence[Row], following: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""What the runtime's laws should be, computed the long way in float64, and tests of draws against laws."""
+"""The probabilities the runtime should compute, by brute force in float64, and tests of draws against them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from scipy import stats
 from via_sd.runtime.decoding.sampling import SamplingParams
 
 
-def brute_force_law(logits: Sequence[float], params: SamplingParams, seen: Iterable[int]) -> list[float]:
-    """The processed law of one row: penalty, temperature, top-k, top-p, min-p, one token at a time."""
+def brute_force_probabilities(logits: Sequence[float], params: SamplingParams, seen: Iterable[int]) -> list[float]:
+    """The processed probabilities of one row: penalty, temperature, top-k, top-p, min-p, one token at a time."""
     values = [float(x) for x in logits]
     for token in set(seen):
         values[token] *= 1 / params.repetition_penalty if values[token] > 0 else params.repetition_penalty
@@ -23,23 +23,25 @@ def brute_force_law(logits: Sequence[float], params: SamplingParams, seen: Itera
     peak = max(values)
     weights = [math.exp((x - peak) / params.temperature) for x in values]
     total = math.fsum(weights)
-    law = [w / total for w in weights]
+    probabilities = [w / total for w in weights]
     kept, mass = set(), 0.0
-    for token in sorted(range(len(law)), key=lambda t: (-law[t], t)):
+    for token in sorted(range(len(probabilities)), key=lambda t: (-probabilities[t], t)):
         if mass >= params.top_p:
             break
         kept.add(token)
-        mass += law[token]
-    law = [p if t in kept and p >= params.min_p * max(law) else 0.0 for t, p in enumerate(law)]
-    total = math.fsum(law)
-    return [p / total for p in law]
+        mass += probabilities[token]
+    probabilities = [
+        p if t in kept and p >= params.min_p * max(probabilities) else 0.0 for t, p in enumerate(probabilities)
+    ]
+    total = math.fsum(probabilities)
+    return [p / total for p in probabilities]
 
 
 class Tally:
-    """Counts of drawn tokens against their laws, apart per `cell` of contexts.
+    """Counts of drawn tokens against their distributions, apart per `cell` of contexts.
 
-    Laws may differ within a cell: observed minus expected is then still a sum of martingale differences, and its
-    variance at most what the chi-square test takes it for.
+    Distributions may differ within a cell: observed minus expected is then still a sum of martingale differences, and
+    its variance at most what the chi-square test takes it for.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -47,17 +49,17 @@ class Tally:
         self._expected: dict[Hashable, np.ndarray] = defaultdict(lambda: np.zeros(vocab_size))
         self.impossible = 0
 
-    def add(self, cell: Hashable, token: int, law: Sequence[float] | np.ndarray) -> None:
+    def add(self, cell: Hashable, token: int, probabilities: Sequence[float] | np.ndarray) -> None:
         self._observed[cell][token] += 1
-        self._expected[cell] += law
-        self.impossible += law[token] <= 0
+        self._expected[cell] += probabilities
+        self.impossible += probabilities[token] <= 0
 
     @property
     def count(self) -> int:
         return int(sum(cell.sum() for cell in self._observed.values()))
 
     def p_value(self, shift: float = 0.0) -> float:
-        """Of the chi-square test; `shift` moves that much probability of every expected law to its likeliest token."""
+        """Of the chi-square test; `shift` moves that much probability to the likeliest token of each."""
         statistic, freedom = 0.0, 0
         for cell, observed in self._observed.items():
             expected = self._expected[cell]
@@ -77,5 +79,5 @@ class Tally:
         return float(stats.chi2.sf(statistic, freedom))
 
     def total_variation(self) -> float:
-        """Distance between observed and expected laws, averaged over the cells by their share of the draws."""
+        """Distance between observed and expected distributions, averaged over the cells by their share of the draws."""
         return sum(float(np.abs(self._observed[c] - self._expected[c]).sum()) for c in self._observed) / 2 / self.count

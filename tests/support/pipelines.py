@@ -15,28 +15,28 @@ from via_sd.runtime import Bundle, Pipeline
 from via_sd.runtime.decoding.drafters import Draft, Drafter
 from via_sd.runtime.decoding.sampling import Processor
 from via_sd.runtime.engines.protocol import FULL, Engine
-from via_sd.runtime.generation.pipeline import Tapes
+from via_sd.runtime.generation.pipeline import SequenceCaches
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-NewDrafter = Callable[[Tapes, Processor], Drafter]
+NewDrafter = Callable[[SequenceCaches, Processor], Drafter]
 
 
 class WatchedPipeline(Pipeline):
     """A pipeline that remembers the KV of the sequence it serves, and takes another drafter than its bundle's."""
 
-    current: Tapes
+    current: SequenceCaches
     replacement: NewDrafter | None = None
 
     @contextmanager
-    def tapes(self, prompt: Sequence[int]) -> Iterator[Tapes]:
-        with super().tapes(prompt) as tapes:
-            self.current = tapes
-            yield tapes
+    def caches(self, prompt: Sequence[int]) -> Iterator[SequenceCaches]:
+        with super().caches(prompt) as caches:
+            self.current = caches
+            yield caches
 
-    def new_drafter(self, tapes: Tapes, processor: Processor) -> Drafter:
+    def new_drafter(self, caches: SequenceCaches, processor: Processor) -> Drafter:
         if self.replacement is not None:
-            return self.replacement(tapes, processor)
-        return super().new_drafter(tapes, processor)
+            return self.replacement(caches, processor)
+        return super().new_drafter(caches, processor)
 
 
 def table_pipeline(
@@ -76,7 +76,7 @@ def table_pipeline(
         "drafter": described,
         "files": {"tokenizer.json": {}},
     }
-    # A slot that never comes back is an error here, not a test that hangs.
+    # A slot that is never given back is an error here, not a test that hangs.
     limits = {"max_sequences": 8, "retained_slots": 2, "slot_timeout": 30, **options}
     return WatchedPipeline(Bundle(directory, manifest), engine, drafter, **limits)
 
@@ -95,7 +95,7 @@ class AdversarialDrafter:
     Args:
         right: the token that full would emit next, if the sequence is long enough to know; None otherwise.
         seed: of the random stream.
-        sampled: draw each token from a random law of its own and declare that law, as a model drafter does.
+        sampled: draw each token from a random distribution and declare that distribution, as a model drafter does.
     """
 
     cost = 0.0
@@ -114,25 +114,25 @@ class AdversarialDrafter:
     def expectation(self, sequence: Sequence[int]) -> int:
         return 1
 
-    def settle(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """It keeps nothing."""
 
     def propose(self, sequence: Sequence[int], limit: int) -> Draft:
         tokens: list[int] = []
-        laws: list[np.ndarray | None] = []
-        # The block's length is settled before any of its tokens is drawn.
+        distributions: list[np.ndarray | None] = []
+        # The block's length is chosen before any of its tokens is drawn.
         for _ in range(int(self._rng.integers(0, limit + 1))):
             if self._sampled:
-                law = self._rng.dirichlet(np.full(self._vocab_size, 0.5))
-                tokens.append(int(self._rng.choice(self._vocab_size, p=law)))
-                laws.append(law)
+                probabilities = self._rng.dirichlet(np.full(self._vocab_size, 0.5))
+                tokens.append(int(self._rng.choice(self._vocab_size, p=probabilities)))
+                distributions.append(probabilities)
                 continue
             right = self._right([*sequence, *tokens])
             if right is None or self._rng.random() < 0.3:
                 right = int(self._rng.integers(self._vocab_size))
             tokens.append(right)
-            laws.append(None)
-        return Draft(tokens, laws)
+            distributions.append(None)
+        return Draft(tokens, distributions)
 
 
 class ScriptedDrafter:
@@ -151,7 +151,7 @@ class ScriptedDrafter:
     def expectation(self, sequence: Sequence[int]) -> int:
         return 1
 
-    def settle(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """It keeps nothing."""
 
     def propose(self, sequence: Sequence[int], limit: int) -> Draft:

@@ -28,7 +28,7 @@ class PortableSession:
     def feed(self, tokens: np.ndarray, past: Sequence[int], rows: Sequence[int], visible: int = 0) -> np.ndarray:
         """Feed tokens [batch, count] at positions `past` (one per sequence) on; logits [batch, rows, vocab].
 
-        The step looks at the first `visible` slots of the caches, by default no further than it must.
+        The step attends to the first `visible` positions of the caches, by default to no more than it needs.
         """
         binding = self.session.io_binding()
         binding.bind_cpu_input("input_ids", np.ascontiguousarray(tokens, np.int64))

@@ -1,8 +1,8 @@
 """An engine of the runtime's protocol over a tiny vocabulary: no graph, but every rule of KV buffers enforced.
 
-Logits are a function of what lies in the slot, not of what the caller believes lies there. So a stale token, a hole, KV
-of too low a tier or a row that was kept too long shows up as an error or as a wrong law. Generations cost microseconds,
-which is what tests of laws need.
+Logits are a function of what the buffers hold, not of what the caller believes they hold. So a stale token, a hole, KV
+of too low a tier or a row that was kept too long shows up as an error or as a wrong distribution. A generation takes
+microseconds, so that tests can sample distributions.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 from via_sd.runtime.engines.rows import HostRow
 
 #: Of (tier, the last tokens up to and including this position, digest of every token up to here): logits [vocab].
-Laws = Callable[[str, tuple[int, ...], int], np.ndarray]
+LogitsTable = Callable[[str, tuple[int, ...], int], np.ndarray]
 RECENT = 4
-TIERS = ("full", "slim", "deep")
+ENGINE_TIERS = ("full", "slim", "deep")
 _PRIME = (1 << 61) - 1
 
 
@@ -27,7 +27,7 @@ class EngineFailedError(RuntimeError):
 
 
 def digest_of(tokens: Sequence[int]) -> int:
-    """What an engine's laws get as the digest of a context of `tokens`."""
+    """What an engine's `logits` get as the digest of a context of `tokens`."""
     digest = 1
     for token in tokens:
         digest = _extend(digest, token)
@@ -40,7 +40,7 @@ def _extend(digest: int, token: int) -> int:
 
 @dataclass(frozen=True)
 class Call:
-    """One forward call as the slot saw it."""
+    """One forward call as the buffers received it."""
 
     tier: str
     tokens: tuple[int, ...]
@@ -52,21 +52,21 @@ class Call:
 class TableEngine:
     """See the module. `fails` is asked before each call, with the number of calls so far; True raises."""
 
-    laws: Laws
+    logits: LogitsTable
     vocab_size: int
     max_seq_len: int = 256
-    tiers: tuple[str, ...] = TIERS
+    tiers: tuple[str, ...] = ENGINE_TIERS
     prefill_chunk: int = 512
-    fails: Callable[[TableSlot], bool] = lambda slot: False
-    slots: list[TableSlot] = field(default_factory=list)
+    fails: Callable[[TableKVBuffers], bool] = lambda buffers: False
+    buffers: list[TableKVBuffers] = field(default_factory=list)
 
-    def new_slot(self) -> TableSlot:
-        slot = TableSlot(self)
-        self.slots.append(slot)
-        return slot
+    def new_buffers(self) -> TableKVBuffers:
+        buffers = TableKVBuffers(self)
+        self.buffers.append(buffers)
+        return buffers
 
 
-class TableSlot:
+class TableKVBuffers:
     """KV of one sequence: per position its token, a digest of everything up to it, and the rank of who wrote it."""
 
     def __init__(self, engine: TableEngine) -> None:
@@ -77,8 +77,8 @@ class TableSlot:
         self.calls: list[Call] = []
 
     def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> list[HostRow]:
-        """See `via_sd.runtime.engines.protocol.Slot.forward`."""
-        assert not self._busy, "two threads use one slot"
+        """See `via_sd.runtime.engines.protocol.KVBuffers.forward`."""
+        assert not self._busy, "two threads use the same KV buffers"
         self._busy = True
         try:
             if self._engine.fails(self):
@@ -108,7 +108,7 @@ class TableSlot:
         logits = np.empty((rows, self._engine.vocab_size), np.float32)
         for row, end in enumerate(range(past + len(tokens) - rows, past + len(tokens))):
             recent = tuple(cell[0] for cell in self._cells[max(0, end + 1 - RECENT) : end + 1])
-            logits[row] = self._engine.laws(tier, recent, self._cells[end][1])
+            logits[row] = self._engine.logits(tier, recent, self._cells[end][1])
         self._lent = logits
         return [HostRow(row) for row in logits]
 
@@ -118,12 +118,12 @@ class TableSlot:
         return [cell[0] for cell in self._cells]
 
 
-def hashed_laws(vocab_size: int, *, sharpness: float = 3.0, slim: float = 0.5, deep: float = 1.0) -> Laws:
-    """Laws that depend on the whole context: pseudo-random logits, lower tiers differ from full by noise."""
+def hashed_logits(vocab_size: int, *, sharpness: float = 3.0, slim: float = 0.5, deep: float = 1.0) -> LogitsTable:
+    """Logits that depend on the whole context: pseudo-random logits, lower tiers differ from full by noise."""
     noise = {"full": 0.0, "slim": slim, "deep": deep}
     known: dict[tuple[str, int], np.ndarray] = {}
 
-    def laws(tier: str, recent: tuple[int, ...], digest: int) -> np.ndarray:
+    def logits(tier: str, recent: tuple[int, ...], digest: int) -> np.ndarray:
         if (tier, digest) not in known:
             if len(known) > 20_000:
                 known.clear()
@@ -132,26 +132,26 @@ def hashed_laws(vocab_size: int, *, sharpness: float = 3.0, slim: float = 0.5, d
             known[tier, digest] = row.astype(np.float32)
         return known[tier, digest]
 
-    return laws
+    return logits
 
 
-def markov_laws(vocab_size: int, *, order: int = 1, seed: int = 0, **scales: Any) -> Laws:
-    """Laws that depend on the last `order` tokens alone, so that a long text samples each of them often."""
-    source = hashed_laws(vocab_size, **scales)
+def markov_logits(vocab_size: int, *, order: int = 1, seed: int = 0, **scales: Any) -> LogitsTable:
+    """Logits that depend on the last `order` tokens alone, so that a long text samples each distribution often."""
+    source = hashed_logits(vocab_size, **scales)
     return lambda tier, recent, digest: source(tier, recent, digest_of([seed, *recent[-order:]]))
 
 
-def scripted_laws(vocab_size: int, script: Mapping[str, Mapping[int, tuple[int, float]]]) -> Laws:
-    """Laws that follow a script: per tier and last token, the likeliest next token and its probability.
+def scripted_logits(vocab_size: int, script: Mapping[str, Mapping[int, tuple[int, float]]]) -> LogitsTable:
+    """Logits that follow a script: per tier and last token, the likeliest next token and its probability.
 
     What is left is spread evenly. A tier or token the script leaves out goes on with the next token at 0.9.
     """
 
-    def laws(tier: str, recent: tuple[int, ...], digest: int) -> np.ndarray:
+    def logits(tier: str, recent: tuple[int, ...], digest: int) -> np.ndarray:
         last = recent[-1]
         token, probability = script.get(tier, {}).get(last, ((last + 1) % vocab_size, 0.9))
-        law = np.full(vocab_size, (1 - probability) / (vocab_size - 1))
-        law[token] = probability
-        return np.log(law).astype(np.float32)
+        probabilities = np.full(vocab_size, (1 - probability) / (vocab_size - 1))
+        probabilities[token] = probability
+        return np.log(probabilities).astype(np.float32)
 
-    return laws
+    return logits

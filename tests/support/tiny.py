@@ -1,7 +1,7 @@
 """Tiny random-weight Llama checkpoints and their bundles: everything real but the training.
 
-The verifier's weights are scaled until its laws are about as sharp as a trained model's, and the sublayers its masks
-skip are made nearly redundant, so that drafter, slim and full agree often and differ often enough to matter.
+The verifier's weights are scaled until its distributions are about as sharp as a trained model's, and the sublayers its
+masks skip are made nearly redundant, so that drafter, slim and full agree often and differ often enough to matter.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 from via_sd.errors import RequestError
 from via_sd.progress import Progress, no_progress
 from via_sd.runtime import GenerationConfig, Pipeline
-from via_sd.runtime.decoding.statistics import JudgedMargin
+from via_sd.runtime.decoding.statistics import TOKEN_TIERS, JudgedMargin
 from via_sd.tools.bench.prompts import Prompt
 
 PLAIN = "plain"
@@ -109,8 +109,7 @@ def _figures(chosen: Sequence[Sample], plain: dict[tuple[int, int], Sample]) -> 
         if count["evaluated_tokens"]
         else None,
         "tiers": {
-            tier: sum(s.stats["tier_counts"][tier] for s in chosen) / count["emitted_tokens"]
-            for tier in ("draft", "slim", "full")
+            tier: sum(s.stats["tier_counts"][tier] for s in chosen) / count["emitted_tokens"] for tier in TOKEN_TIERS
         },
         "full_calls_per_token": count["full_calls"] / count["emitted_tokens"],
         "slim_calls_per_token": count["slim_calls"] / count["emitted_tokens"],

@@ -27,20 +27,20 @@ def step_times(
         tier -> tokens of the pass -> milliseconds.
     """
     cached = min(cached, engine.max_seq_len - max(sizes))
-    slot = engine.new_slot()
-    slot.forward(engine.tiers[0], [0] * cached, 0, 1)
+    buffers = engine.new_buffers()
+    buffers.forward(engine.tiers[0], [0] * cached, 0, 1)
     samples: dict[tuple[str, int], list[float]] = {(tier, size): [] for tier in engine.tiers for size in sizes}
     for _ in range(_WARM_UP + repeats):
         for (tier, size), taken in samples.items():
             start = perf_counter()
-            slot.forward(tier, [0] * size, cached, size)
+            buffers.forward(tier, [0] * size, cached, size)
             taken.append(1e3 * (perf_counter() - start))
     return {tier: {size: median(samples[tier, size][_WARM_UP:]) for size in sizes} for tier in engine.tiers}
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What passes cost on this machine.
+    """Forward pass latency on this machine.
 
     Attributes:
         step_ms: tier -> tokens of a pass -> milliseconds; a model drafter's are under `drafter`.

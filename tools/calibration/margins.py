@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from via_sd.runtime.decoding.router import CalibratedRouter
+from via_sd.runtime.decoding.router import RouterMargins
 from via_sd.runtime.decoding.statistics import JudgedMargin
 from via_sd.tools.bench.run import Sample
 
@@ -21,7 +21,7 @@ def judged_once(samples: Iterable[Sample]) -> list[JudgedMargin]:
     return list(found.values())
 
 
-def calibrate_router(judged: Iterable[JudgedMargin], max_divergence: float) -> CalibratedRouter:
+def fit_margins(judged: Iterable[JudgedMargin], max_divergence: float) -> RouterMargins:
     """The router that lets most tokens through, for `max_divergence` and for other shares.
 
     Of the tokens with a margin m or more, of which k of n differed, the share that will differ is taken to be
@@ -37,4 +37,4 @@ def calibrate_router(judged: Iterable[JudgedMargin], max_divergence: float) -> C
             continue  # tokens with equal margins go the same way
         expected = (differed + 1) / (count + 1)
         margins |= {share: each.margin for share in shares if expected <= share}
-    return CalibratedRouter(max_divergence, dict(sorted(margins.items())))
+    return RouterMargins(max_divergence, dict(sorted(margins.items())))

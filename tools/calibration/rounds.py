@@ -13,14 +13,14 @@ from typing import Any
 
 from via_sd.progress import Progress, no_progress
 from via_sd.runtime import EXACT_MODES, Bundle, Pipeline
-from via_sd.runtime.decoding.router import CalibratedRouter
+from via_sd.runtime.decoding.router import RouterMargins
 from via_sd.runtime.engines.protocol import Engine
 from via_sd.runtime.generation.config import CALIBRATED
 from via_sd.runtime.generation.policy import Policy
 from via_sd.tools.bench.prompts import Prompt
 from via_sd.tools.bench.run import PLAIN, Sample, run_bench, summarise
 from via_sd.tools.calibration.latency import Costs
-from via_sd.tools.calibration.margins import calibrate_router, judged_once
+from via_sd.tools.calibration.margins import fit_margins, judged_once
 
 #: Outer thresholds of the router that are tried (paper Algorithm 2); its own is the first.
 ALPHA2 = (0.3, 0.5, 0.7, 0.9)
@@ -46,7 +46,7 @@ class Rounds:
 
     first: dict[str, dict[str, Any]]
     second: dict[str, dict[str, Any]]
-    router: CalibratedRouter | None
+    router: RouterMargins | None
 
 
 def pipeline_by(costs: Costs, bundle: Bundle, verifier: Engine, drafter: Engine | None) -> Pipeline:
@@ -101,7 +101,7 @@ def run_rounds(
         first = summarise(samples, prompts)
         fitting = [label for label in gates if _keeps_to(first[label], max_divergence)]
         finalists += sorted(fitting, key=lambda label: -_speed(first[label]))[:1]
-        router = calibrate_router(judged_once(samples), max_divergence)
+        router = fit_margins(judged_once(samples), max_divergence)
         if not router.gate(max_divergence).shut:
             finalists.append(BY_MARGIN)
             assert pipeline.policy is not None

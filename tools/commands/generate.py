@@ -26,7 +26,7 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Keep the K likeliest tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens that reach this probability.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Keep tokens at least this share as likely as the likeliest.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes tokens seen before less likely.")] = 1.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes tokens that occurred less likely.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same output.", show_default="drawn")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; repeat for more.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens.")] = False,
@@ -49,7 +49,7 @@ def generate(
             show_default="adaptive",
         ),
     ] = None,
-    max_lag: Annotated[int, typer.Option(help="Emitted tokens that may stand unseen by the full verifier.")] = 64,
+    max_lag: Annotated[int, typer.Option(help="Most emitted tokens that the full verifier has not checked yet.")] = 64,
     max_divergence: Annotated[
         float | None,
         typer.Option(

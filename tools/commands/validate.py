@@ -87,5 +87,5 @@ def _show(title: str, reports: list[TierReport]) -> None:
     out.print(table)
     for report in reports:
         finite = "no NaN or infinity" if report.finite else "NaN or infinity found"
-        law = f"KL {report.mean_kl:.2g} nats, same likeliest token at {report.top1_agreement:.1%} of positions"
-        out.print(f"{report.tier}: {law}, {finite}", highlight=False)
+        agreement = f"KL {report.mean_kl:.2g} nats, same likeliest token at {report.top1_agreement:.1%} of positions"
+        out.print(f"{report.tier}: {agreement}, {finite}", highlight=False)

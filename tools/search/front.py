@@ -27,7 +27,7 @@ from via_sd.masks import (
 from via_sd.runtime.decoding.drafters import NgramDrafter
 from via_sd.tools.search.evaluator import SearchModel, load_search_model, open_evaluator
 from via_sd.tools.search.masked_text import MaskedText
-from via_sd.tools.search.session import Slot, keep_bits
+from via_sd.tools.search.session import KVBuffers, keep_bits
 from via_sd.tools.search.text import ScoringText
 
 _CACHED_TOKENS = 256
@@ -150,14 +150,14 @@ def step_times(model: SearchModel, mask: Mask) -> StepTimes:
     """Time a decoding step with 256 tokens cached, or as many as the model takes."""
     session = model.session
     cached = min(_CACHED_TOKENS, model.max_seq_len - 1)
-    slot = Slot(session, cached + 1)
+    kv_buffers = KVBuffers(session, cached + 1)
     logits = np.empty((1, session.vocab_size), np.float32)
     slim, full = keep_bits(mask), (1 << session.num_sublayers) - 1
     times: dict[int, list[float]] = {slim: [], full: []}
     for _ in range(_TIMED_STEPS):
         for keep, taken in times.items():
             start = time.perf_counter()
-            slot.run([0], cached, None, keep, {}, logits)
+            kv_buffers.run([0], cached, None, keep, {}, logits)
             taken.append(1e3 * (time.perf_counter() - start))
     return StepTimes(median(times[slim]), median(times[full]), cached)
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from via_sd.masks import Mask
-from via_sd.tools.search.session import Floats, SearchSession, Slot, keep_bits
+from via_sd.tools.search.session import Floats, KVBuffers, SearchSession, keep_bits
 from via_sd.tools.search.text import ScoringText
 
 _LOGITS_ELEMENTS = 12_500_000  # of one block: 50 MB
@@ -95,10 +95,10 @@ class _Sequence:
 
     def __init__(self, session: SearchSession, text: ScoringText, everything: int) -> None:
         self._text = text
-        self._slot = Slot(session, len(text.tokens))
+        self._kv = KVBuffers(session, len(text.tokens))
         self._full_kv: NDArray[np.generic] | None = None
         if text.start:
-            self._slot.run(text.tokens[: text.start], 0, None, everything, {})
+            self._kv.run(text.tokens[: text.start], 0, None, everything, {})
 
     @property
     def scored(self) -> int:
@@ -108,21 +108,21 @@ class _Sequence:
         """Run the full model and set its KV of the scored tokens aside."""
         if self._full_kv is None:
             self.run(everything, None, {}, None)
-            self._full_kv = self._slot.buffers[..., self._text.start :, :].copy()
+            self._full_kv = self._kv.buffers[..., self._text.start :, :].copy()
 
     def run(self, keep: int, entry: Floats | None, streams: Mapping[int, Floats], max_lag: int | None) -> None:
-        """Run the sublayers in `keep` over the scored tokens; arguments as for `Slot.run`."""
+        """Run the sublayers in `keep` over the scored tokens; arguments as for `KVBuffers.run`."""
         tokens, start, end = self._text.tokens, self._text.start, len(self._text.tokens)
         step = end - start if max_lag is None else max_lag
         if max_lag is not None:
             assert self._full_kv is not None
-            self._slot.buffers[..., start:, :] = self._full_kv
+            self._kv.buffers[..., start:, :] = self._full_kv
         # Last piece first: each reads KV that no earlier run has overwritten.
         for first in reversed(range(start, end, step)):
             piece = slice(first, min(first + step, end))
             rows = slice(piece.start - start, piece.stop - start)
             given = None if entry is None else entry[rows]
-            self._slot.run(tokens[piece], first, given, keep, {b: s[rows] for b, s in streams.items()})
+            self._kv.run(tokens[piece], first, given, keep, {b: s[rows] for b, s in streams.items()})
 
 
 class _Streams:

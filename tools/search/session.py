@@ -65,12 +65,12 @@ class SearchSession:
         self.vocab_size: int = next(o for o in self.ort.get_outputs() if o.name == "logits").shape[-1]
         self.boundaries = tuple(boundaries)
         self.kv = kv
-        self._head: Slot | None = None
+        self._head: KVBuffers | None = None
 
     def head(self, hidden: Floats, out: Floats) -> None:
         """Logits of the final `hidden` [rows, hidden size] into `out` [rows, vocab]."""
         if self._head is None:
-            self._head = Slot(self, 1)
+            self._head = KVBuffers(self, 1)
         self._head.run([], 0, hidden, 0, {}, out)
 
     def greedy(self, prompt: Sequence[int], limit: int, eos: Collection[int]) -> list[int]:
@@ -78,13 +78,13 @@ class SearchSession:
         ended it.
         """
         everything = (1 << self.num_sublayers) - 1
-        slot = Slot(self, len(prompt) + limit)
+        kv_buffers = KVBuffers(self, len(prompt) + limit)
         logits = np.empty((1, self.vocab_size), np.float32)
         answer: list[int] = []
         fed: Sequence[int] = prompt
         past = 0
         while len(answer) < limit:
-            slot.run(fed, past, None, everything, {}, logits)
+            kv_buffers.run(fed, past, None, everything, {}, logits)
             past += len(fed)
             token = int(logits[0].argmax())
             if token in eos:
@@ -94,7 +94,7 @@ class SearchSession:
         return answer
 
 
-class Slot:
+class KVBuffers:
     """KV buffers of one sequence of at most `capacity` tokens, bound in place."""
 
     def __init__(self, session: SearchSession, capacity: int) -> None:

@@ -179,8 +179,8 @@ def _compare(engine: ReadableEngine, model: Any, task: _Task, tokens: np.ndarray
         Comparator.compare_accuracy(results, compare_func=recorded)
     names = [output for output in results[OURS][0] if output.startswith("logits")]
     logits = [np.concatenate([results[name][0][output] for output in names]) for name in (OURS, REFERENCE)]
-    laws = compare_logits(*logits)
-    return TierReport(task.tier, finite, laws.mean_kl, laws.top1_agreement, tuple(reports))
+    difference = compare_logits(*logits)
+    return TierReport(task.tier, finite, difference.mean_kl, difference.top1_agreement, tuple(reports))
 
 
 def _report(name: str, result: Any) -> OutputReport:
@@ -191,15 +191,15 @@ def _report(name: str, result: Any) -> OutputReport:
 
 
 def _our_outputs(engine: ReadableEngine, task: _Task, tokens: np.ndarray) -> dict[str, np.ndarray]:
-    slot = engine.new_slot()
+    buffers = engine.new_buffers()
     outputs = task.logits(
         [
-            logits_of(slot.forward(task.tier, tokens[start:stop].tolist(), start, stop - start))
+            logits_of(buffers.forward(task.tier, tokens[start:stop].tolist(), start, stop - start))
             for _, start, stop in task.spans()
         ]
     )
     for layer in task.layers:
-        for part, values in zip(task.parts, slot.keys_values(layer), strict=True):
+        for part, values in zip(task.parts, buffers.keys_values(layer), strict=True):
             outputs[f"{part} of layer {layer}"] = values[:, : len(tokens)].copy()
     return outputs
 

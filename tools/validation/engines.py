@@ -15,7 +15,7 @@ STEPS = (40, 5, 1, 1, 24)
 
 
 def compare_tiers(found: Engine, wanted: Engine, vocabulary: int) -> dict[str, dict[str, Any]]:
-    """Every tier's laws against a reference's, in steps of several sizes.
+    """Every tier's logits against a reference's, in steps of several sizes.
 
     Returns:
         Per tier: `max_abs_difference` of logits, `mean_kl` in nats, `top1_agreement`.
@@ -23,12 +23,12 @@ def compare_tiers(found: Engine, wanted: Engine, vocabulary: int) -> dict[str, d
     tokens = np.random.default_rng(0).integers(0, vocabulary, sum(STEPS)).tolist()
     results = {}
     for tier in found.tiers:
-        slots = found.new_slot(), wanted.new_slot()
+        both = found.new_buffers(), wanted.new_buffers()
         logits: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
         past = 0
         for count in STEPS:
-            for slot, kept in zip(slots, logits, strict=True):
-                kept.append(logits_of(slot.forward(tier, tokens[past : past + count], past, count)))
+            for buffers, kept in zip(both, logits, strict=True):
+                kept.append(logits_of(buffers.forward(tier, tokens[past : past + count], past, count)))
             past += count
         found_logits, wanted_logits = (np.concatenate(kept) for kept in logits)
         results[tier] = compare_logits(found_logits, wanted_logits).to_json()

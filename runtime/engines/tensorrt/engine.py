@@ -92,8 +92,8 @@ class TensorRTEngine:
         }
         self.cache_slots = load_array(cuda, np.arange(self.max_seq_len, dtype=np.int64))
 
-    def new_slot(self) -> TensorRTSlot:
-        return TensorRTSlot(self)
+    def new_buffers(self) -> TensorRTKVBuffers:
+        return TensorRTKVBuffers(self)
 
     def _deserialise(self, files: EngineFiles, file: Path) -> Any:
         engine = self._runtime.deserialize_cuda_engine(file.read_bytes())
@@ -102,8 +102,8 @@ class TensorRTEngine:
         return engine
 
 
-class TensorRTSlot:
-    """KV buffers, stream and staging memory of one sequence; see `Slot`."""
+class TensorRTKVBuffers:
+    """KV buffers, stream and staging memory of one sequence; see `KVBuffers`."""
 
     def __init__(self, engine: TensorRTEngine) -> None:
         self._engine = engine
@@ -112,7 +112,7 @@ class TensorRTSlot:
         self._stream = Stream(cuda)
         size = kv["num_heads"] * engine.max_seq_len * kv["head_dim"] * _ITEM_SIZE[kv["dtype"]]
         self._stride = -(-size // _ALIGNMENT) * _ALIGNMENT
-        # Zeroed: a slot that nothing was written to yet is looked at with weight 0, and 0 times garbage can be NaN.
+        # Zeroed: positions not written yet are attended to with weight 0, and 0 times an arbitrary value can be NaN.
         self._kv = DeviceMemory(cuda, self._stride * kv["num_layers"] * len(kv["parts"]))
         self._stream.fill(self._kv.address, 0, self._kv.size)
         # The small inputs one behind the other: a step copies them in one go.
@@ -134,7 +134,7 @@ class TensorRTSlot:
         self._stream.wait()
 
     def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> list[Row]:
-        """See `Slot.forward`."""
+        """See `KVBuffers.forward`."""
         self._engine.cuda.use()
         found: list[Row] = []
         last: list[DeviceRow] = []
@@ -162,7 +162,7 @@ class TensorRTSlot:
         return logits
 
     def keys_values(self, layer: int) -> np.ndarray:
-        """See `ReadableSlot.keys_values`."""
+        """See `ReadableKVBuffers.keys_values`."""
         engine = self._engine
         kv, parts = engine.kv, []
         shape = (kv["num_heads"], engine.max_seq_len, kv["head_dim"])

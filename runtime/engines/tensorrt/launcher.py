@@ -10,7 +10,7 @@ from via_sd.runtime.engines.tensorrt.cuda import DeviceError, DeviceMemory, Stre
 if TYPE_CHECKING:
     from via_sd.runtime.engines.tensorrt.engine import TensorRTEngine
 
-#: Step sizes whose launches are kept as CUDA graphs, per slot; each has an execution context of its own.
+#: Step sizes whose launches are kept as CUDA graphs, per sequence; each has an execution context of its own.
 _MAX_GRAPHS = 64
 
 
@@ -29,7 +29,7 @@ class Launcher:
     def __init__(self, engine: TensorRTEngine, stream: Stream, addresses: Mapping[str, int]) -> None:
         self._engine, self._stream, self._addresses = engine, stream, addresses
         size = max(1, *(plan.device_memory_size_v2 for plan in engine.engines.values()))
-        self._scratch = DeviceMemory(engine.cuda, size)  # of all contexts: steps of a slot follow one another
+        self._scratch = DeviceMemory(engine.cuda, size)  # of all contexts: steps of a sequence follow one another
         self._contexts: dict[tuple[str, int], Any] = {}
         self._own: list[Any] = []
         self._graphs: dict[tuple[str, int, int, int], Callable[[], None]] = {}

@@ -270,7 +270,7 @@ def test_a_graph_that_onnx_runtime_cannot_run_is_refused(decoder, tmp_path):
 def test_damaged_weights_are_named_by_what_they_compute(decoder, tmp_path):
     weights = decoder / "model.onnx.data"
     weights.write_bytes(b"\xff" * weights.stat().st_size)
-    with pytest.raises(ExportError, match="the source graph gives logits that are infinite or no numbers: the weights"):
+    with pytest.raises(ExportError, match="the source graph gives NaN or Inf among its logits: the weights"):
         export_bundle(decoder, tmp_path / "b")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.pipelines import table_pipeline
-from tests.support.table_engine import TableEngine, hashed_laws
+from tests.support.table_engine import TableEngine, hashed_logits
 from via_sd.runtime.decoding.block_length import StepCost
 from via_sd.runtime.decoding.cost_model import CascadeBlock, SlimOrFull
 from via_sd.runtime.generation.policy import Policy
@@ -47,7 +47,7 @@ def test_a_way_that_was_left_is_tried_again() -> None:
 def test_rounds_are_charged_for_all_passes_and_for_what_full_has_still_to_read(
     router: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = TableEngine(hashed_laws(VOCAB, slim=0.3), VOCAB)
+    engine = TableEngine(hashed_logits(VOCAB, slim=0.3), VOCAB)
     policy = Policy({"mode": "plain"}, "plain", COST, SLIM_COST)
     pipeline = table_pipeline(engine, tmp_path, policy=policy)
     charged: list[float] = []
@@ -61,9 +61,9 @@ def test_rounds_are_charged_for_all_passes_and_for_what_full_has_still_to_read(
     found = pipeline.generate("abcabc", mode="routed", router=router, alpha2=0.8, raw=True, max_new_tokens=150)
     assert {"draft", "slim", "full"} == set(found.tiers)
     cost = StepCost(COST)
-    calls = engine.slots[0].calls[1:]  # behind the prompt
+    calls = engine.buffers[0].calls[1:]  # behind the prompt
     spent = sum(cost(len(call.tokens)) * (SLIM_COST if call.tier == "slim" else 1.0) for call in calls)
-    unread = 6 + len(found.token_ids) - 1 - pipeline.current.verifier.seen["full"]
+    unread = 6 + len(found.token_ids) - 1 - pipeline.current.verifier.lengths["full"]
     assert sum(charged) == pytest.approx(spent + SLOPE * unread)
 
 
@@ -71,6 +71,6 @@ def test_a_cascade_leaves_out_a_slim_verifier_whose_tokens_full_rejects() -> Non
     block = CascadeBlock(StepCost(COST), SLIM_COST)
     assert block.choose() > 0
     for _ in range(40):
-        block.settled(2)
+        block.slim_pass(2)
         block.judged(2, 0)
     assert block.choose() == 0

@@ -1,7 +1,8 @@
-"""At temperature > 0 exact modes emit the full verifier's processed law, whoever drafts; `routed` is some way off it.
+"""At temperature > 0 exact modes emit the full verifier's processed distribution, whoever drafts; `routed` is off it.
 
-Each case draws about 20,000 tokens from a Markov chain over six tokens, so that every conditional law is sampled often.
-The same data has to reject laws that are 3 % away, and broken acceptance tests have to be found out.
+Each case draws about 20,000 tokens from a Markov chain over six tokens, so that every conditional distribution is
+sampled often. The same data has to reject distributions that are 3 % away, and broken acceptance tests have to be
+found out.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any
 import pytest
 
 import via_sd.runtime.decoding.run
-from tests.support.distributions import Tally, brute_force_law
+from tests.support.distributions import Tally, brute_force_probabilities
 from tests.support.pipelines import AdversarialDrafter, WatchedPipeline, table_pipeline
-from tests.support.table_engine import Laws, TableEngine, markov_laws
+from tests.support.table_engine import LogitsTable, TableEngine, markov_logits
 from via_sd.runtime.decoding.sampling import Purpose, SamplingParams
 from via_sd.runtime.decoding.sampling import acceptance as real_acceptance
 from via_sd.runtime.decoding.sampling import uniform as real_uniform
@@ -27,7 +28,7 @@ CAPACITY = 208
 TEXTS = 100
 #: A false alarm in one case in ten thousand; seeds are fixed, so it stays the same until the algorithm changes.
 ALPHA = 1e-4
-LAWS: Laws = markov_laws(VOCAB, sharpness=0.9, slim=0.5, deep=0.8)
+LOGITS: LogitsTable = markov_logits(VOCAB, sharpness=0.9, slim=0.5, deep=0.8)
 PROCESSING: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.8},
     "top_k": {"temperature": 1.0, "top_k": 3},
@@ -53,9 +54,9 @@ EVERY_OTHER_CASE = [
 
 
 def build(kind: str, directory: Path) -> WatchedPipeline:
-    """A pipeline whose drafter is `kind`: the bundle's kinds, or one that draws from random laws, or point masses."""
-    engine = TableEngine(LAWS, VOCAB, CAPACITY)
-    model = TableEngine(lambda tier, *at: LAWS("deep", *at), VOCAB, CAPACITY, ("full",))
+    """A pipeline whose drafter is `kind`: one of the bundle's, or draws from random distributions or point masses."""
+    engine = TableEngine(LOGITS, VOCAB, CAPACITY)
+    model = TableEngine(lambda tier, *at: LOGITS("deep", *at), VOCAB, CAPACITY, ("full",))
     pipeline = table_pipeline(engine, directory, draft_with={"mask": "mask", "model": model}.get(kind, "ngram"))
     if kind in ("random", "point"):
         seeds = itertools.count()
@@ -65,20 +66,20 @@ def build(kind: str, directory: Path) -> WatchedPipeline:
     return pipeline
 
 
-def full_law(tokens: Sequence[int], params: SamplingParams) -> tuple[float, ...]:
+def full_probabilities(tokens: Sequence[int], params: SamplingParams) -> tuple[float, ...]:
     """Brute force: what full would emit after `tokens`."""
-    return _full_law(tokens[-1], frozenset(tokens) if params.repetition_penalty != 1 else frozenset(), params)
+    return _full_probabilities(tokens[-1], frozenset(tokens) if params.repetition_penalty != 1 else frozenset(), params)
 
 
 @functools.cache
-def _full_law(last: int, seen: frozenset[int], params: SamplingParams) -> tuple[float, ...]:
-    return tuple(brute_force_law(LAWS("full", (last,), 0).tolist(), params, seen))
+def _full_probabilities(last: int, seen: frozenset[int], params: SamplingParams) -> tuple[float, ...]:
+    return tuple(brute_force_probabilities(LOGITS("full", (last,), 0).tolist(), params, seen))
 
 
 def sample(
     pipeline: WatchedPipeline, mode: str, processing: dict[str, Any], texts: int = TEXTS, **options: Any
 ) -> Tally:
-    """Generate `texts` of about 200 tokens and count every token against the law brute force gives it."""
+    """Generate `texts` of about 200 tokens and count every token against the distribution brute force gives it."""
     params = SamplingParams(**processing)
     tally = Tally(VOCAB)
     for seed in range(texts):
@@ -96,7 +97,7 @@ def sample(
         )
         tokens = [*pipeline.encode("abcdefabc"), *found.token_ids]
         for at in range(found.prompt_tokens, len(tokens)):
-            tally.add(tokens[at - 1], tokens[at], full_law(tokens[:at], params))
+            tally.add(tokens[at - 1], tokens[at], full_probabilities(tokens[:at], params))
     return tally
 
 
@@ -121,15 +122,15 @@ def test_a_penalty_counts_the_tokens_of_the_block_itself(mode: str, tmp_path: Pa
         found = pipeline.generate("a", mode=mode, seed=seed, gamma=6, max_new_tokens=8, raw=True, **options)
         tokens = [0, *found.token_ids]
         for at in range(1, len(tokens)):
-            tally.add(tokens[at - 1], tokens[at], full_law(tokens[:at], params))
+            tally.add(tokens[at - 1], tokens[at], full_probabilities(tokens[:at], params))
     assert tally.p_value() > ALPHA
 
 
 @pytest.mark.parametrize("mode", ["speculative", "cascade"])
 def test_nothing_is_rejected_where_the_lower_tiers_have_the_law_of_full(mode: str, tmp_path: Path) -> None:
-    # Any acceptance test that keeps the law of full would do; the right one keeps as much as can be kept.
-    laws = markov_laws(VOCAB, sharpness=0.9, slim=0.0)
-    engine = TableEngine(lambda tier, *at: laws("full", *at), VOCAB, CAPACITY)
+    # Any acceptance test that keeps the distribution of full would do; the right one keeps as much as can be kept.
+    logits = markov_logits(VOCAB, sharpness=0.9, slim=0.0)
+    engine = TableEngine(lambda tier, *at: logits("full", *at), VOCAB, CAPACITY)
     pipeline = table_pipeline(engine, tmp_path, draft_with="mask")
     for seed in range(10):
         stream = pipeline.stream("abc", mode=mode, seed=seed, gamma=4, temperature=1.0, max_new_tokens=100, raw=True)
@@ -150,7 +151,7 @@ def test_the_first_tokens_of_a_text_follow_the_joint_law(mode: str, kind: str, t
         joint = {
             (*head, token): mass * p
             for head, mass in joint.items()
-            for token, p in enumerate(full_law([*prompt, *head], params))
+            for token, p in enumerate(full_probabilities([*prompt, *head], params))
         }
     texts = list(joint)
     index = {text: i for i, text in enumerate(texts)}
@@ -165,7 +166,7 @@ def test_the_first_tokens_of_a_text_follow_the_joint_law(mode: str, kind: str, t
 
 
 BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
-    "a rejected token is replaced from the whole law": ("residual", lambda target, proposal, token: target),
+    "a rejected token is replaced from the whole distribution": ("residual", lambda target, proposal, token: target),
     "drafts are accepted a little too often": (
         "acceptance",
         lambda target, proposal, token: min(1.0, 1.15 * real_acceptance(target, proposal, token)),
@@ -197,7 +198,7 @@ def test_routed_is_some_way_off_the_law_of_full(
     for kind, (alpha1, alpha2) in itertools.product(("ngram", "mask"), ((0.5, 0.3), (0.5, 0.7), (0.8, 0.9))):
         options: dict[str, Any] = {"alpha1": alpha1, "alpha2": alpha2, "router": "paper"}
         distance = sample(build(kind, tmp_path), "routed", PROCESSING["temperature"], 30, **options).total_variation()
-        name = f"total variation from the law of full: routed, drafter {kind}, alpha1 {alpha1}, alpha2 {alpha2}"
+        name = f"total variation from full: routed, drafter {kind}, alpha1 {alpha1}, alpha2 {alpha2}"
         record_property(name, distance)
         with capsys.disabled():
             print(f"\n{name}: {distance:.3f}")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.pipelines import LETTERS, AdversarialDrafter, WatchedPipeline, table_pipeline
-from tests.support.table_engine import TableEngine, hashed_laws
+from tests.support.table_engine import TableEngine, hashed_logits
 from via_sd.runtime import Pipeline
 
 DRAFTERS = ("ngram", "mask", "model", "adversarial")
@@ -57,8 +57,8 @@ def test_an_exact_mode_emits_what_plain_emits(kind: str, mode: str, tmp_path_fac
     @settings(max_examples=400, derandomize=True, deadline=None)
     def check(case: dict[str, Any]) -> None:
         # The engine itself refuses holes, KV of too low a tier, overwritten better KV, and positions past the buffer.
-        laws = hashed_laws(case["vocab_size"], slim=case["slim"])
-        engine = TableEngine(laws, case["vocab_size"], case["capacity"])
+        logits = hashed_logits(case["vocab_size"], slim=case["slim"])
+        engine = TableEngine(logits, case["vocab_size"], case["capacity"])
         pipeline = table_pipeline(engine, directory, draft_with=_drafter(kind, case))
         prompt, options = case["prompt"], case["options"]
         plain = pipeline.generate(prompt, mode="plain", **options)
@@ -76,8 +76,8 @@ def test_an_exact_mode_emits_what_plain_emits(kind: str, mode: str, tmp_path_fac
 def _drafter(kind: str, case: dict[str, Any]) -> str | TableEngine:
     if kind == "model":
         # Another model that mostly agrees; its own KV is as strict.
-        laws = hashed_laws(case["vocab_size"], slim=case["slim"])
-        return TableEngine(lambda tier, *at: laws("slim", *at), case["vocab_size"], case["capacity"], ("full",))
+        logits = hashed_logits(case["vocab_size"], slim=case["slim"])
+        return TableEngine(lambda tier, *at: logits("slim", *at), case["vocab_size"], case["capacity"], ("full",))
     return "mask" if kind == "mask" else "ngram"
 
 
@@ -113,7 +113,7 @@ def assert_equal_or_near_tie(
         return
     at = next(i for i, (a, b) in enumerate(zip(plain, found, strict=True)) if a != b)
     tokens = pipeline.encode(prompt, raw=True) + list(plain[:at])
-    row = pipeline.verifier.new_slot().forward("full", tokens, 0, 1)[0].logits.astype(np.float64)
+    row = pipeline.verifier.new_buffers().forward("full", tokens, 0, 1)[0].logits.astype(np.float64)
     seen = np.unique(tokens)
     row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
     margin = row[plain[at]] - row[found[at]]

@@ -11,9 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.support.pipelines import WatchedPipeline, table_pipeline
-from tests.support.table_engine import TableEngine, hashed_laws
+from tests.support.table_engine import TableEngine, hashed_logits
 from via_sd.runtime import GenerationConfig, RequestError
-from via_sd.runtime.decoding.router import CalibratedRouter, DivergenceGuard, Gates, MarginGate, Route
+from via_sd.runtime.decoding.router import DivergenceGuard, Gates, MarginGate, Route, RouterMargins
 from via_sd.runtime.engines.rows import HostRow
 from via_sd.runtime.generation.policy import Policy
 
@@ -30,10 +30,12 @@ def test_the_gates_are_the_formulas_of_the_paper(
 ) -> None:
     token %= len(row)
     weights = [math.exp(x - max(row)) for x in row]
-    law = [w / math.fsum(weights) for w in weights]
-    outer = max(law) - (1 - alpha2 * tightening)
-    inner = law[token] / max(law) - (1 - alpha1 * tightening)
-    certain = max(law) == 1.0  # every other token underflows: both sides of the outer gate are 1 at alpha2 = 0
+    probabilities = [w / math.fsum(weights) for w in weights]
+    outer = max(probabilities) - (1 - alpha2 * tightening)
+    inner = probabilities[token] / max(probabilities) - (1 - alpha1 * tightening)
+    certain = (
+        max(probabilities) == 1.0
+    )  # every other token underflows: both sides of the outer gate are 1 at alpha2 = 0
     assume(abs(outer) > 1e-5 or certain)
     assume(abs(inner) > 1e-5 or token == int(np.argmax(row)))
     wanted = Route.ESCALATE if outer < 0 else Route.ACCEPT if inner >= 0 else Route.REGENERATE
@@ -79,32 +81,32 @@ def test_slims_best_token_stands_where_it_leads_by_the_margin(
 def test_a_calibrated_router_takes_the_margin_of_the_largest_share_within_the_limit(
     limit: float, margin: float
 ) -> None:
-    assert CalibratedRouter(0.05, {0.05: 1.5, 0.01: 4.0}).gate(limit) == MarginGate(margin)
+    assert RouterMargins(0.05, {0.05: 1.5, 0.01: 4.0}).gate(limit) == MarginGate(margin)
 
 
 def calibrated_pipeline(directory: Path, margins: dict[float, float]) -> WatchedPipeline:
     """Slim is often wrong here, and drafts are, too."""
-    policy = Policy({"mode": "plain"}, "plain", {1: 1.0, 8: 1.2}, router=CalibratedRouter(0.1, margins))
-    return table_pipeline(TableEngine(hashed_laws(VOCAB, slim=0.7), VOCAB), directory, policy=policy)
+    policy = Policy({"mode": "plain"}, "plain", {1: 1.0, 8: 1.2}, router=RouterMargins(0.1, margins))
+    return table_pipeline(TableEngine(hashed_logits(VOCAB, slim=0.7), VOCAB), directory, policy=policy)
 
 
 def test_the_wider_the_calibrated_margin_the_less_stands_on_slims_word(tmp_path: Path) -> None:
     pipeline = calibrated_pipeline(tmp_path, {0.01: 4.0, 0.1: 1.0, 0.5: 0.0})
 
     def counts(limit: float) -> tuple[int, float]:
-        unseen, apart = 0, 0.0
+        audited, apart = 0, 0.0
         for prompt in ("abc", "cab", "hhg", "fed"):
             stats = pipeline.generate(
                 prompt, mode="routed", router="calibrated", raw=True, max_new_tokens=120, max_divergence=limit,
                 audit_tail=True,
             ).stats  # fmt: skip
-            unseen += stats["divergence"]["checked"]
+            audited += stats["divergence"]["checked"]
             apart += stats["divergence"]["disagreed"]
-        return unseen, apart / max(1, unseen)
+        return audited, apart / max(1, audited)
 
-    pipeline.verifier.slots.clear()
+    pipeline.verifier.buffers.clear()
     shut = counts(0.0)
-    assert {call.tier for slot in pipeline.verifier.slots for call in slot.calls} == {"full"}, "slim was asked in vain"
+    assert {call.tier for kv in pipeline.verifier.buffers for call in kv.calls} == {"full"}, "slim was asked in vain"
     narrow, loose = counts(0.01), counts(0.5)
     assert shut == (0, 0.0)
     assert 0 < narrow[0] < loose[0]
@@ -120,7 +122,7 @@ def test_without_a_limit_of_its_own_a_request_keeps_to_the_calibration_s(tmp_pat
 
 
 def test_the_calibrated_router_is_refused_where_nothing_was_calibrated(tmp_path: Path) -> None:
-    pipeline = table_pipeline(TableEngine(hashed_laws(VOCAB), VOCAB), tmp_path)
+    pipeline = table_pipeline(TableEngine(hashed_logits(VOCAB), VOCAB), tmp_path)
     with pytest.raises(RequestError, match="via-sd-export calibrate --max-divergence"):
         pipeline.stream("abc", mode="routed", router="calibrated", raw=True)
     with pytest.raises(RequestError, match="thresholds of the routers paper and adaptive"):
@@ -164,7 +166,7 @@ def test_without_a_limit_nothing_tightens() -> None:
 
 def test_a_limit_on_divergence_lowers_it(tmp_path: Path) -> None:
     # Slim is often wrong here, so that loose gates let much of it through.
-    pipeline = table_pipeline(TableEngine(hashed_laws(VOCAB, slim=0.7), VOCAB), tmp_path)
+    pipeline = table_pipeline(TableEngine(hashed_logits(VOCAB, slim=0.7), VOCAB), tmp_path)
 
     def divergence(limit: float | None) -> float:
         disagreed = emitted = 0.0

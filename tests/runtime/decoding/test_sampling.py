@@ -1,4 +1,4 @@
-"""Laws against float64 brute force, draws against laws, and the keyed random stream."""
+"""Probabilities against float64 brute force, draws against probabilities, and the keyed random stream."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from scipy import stats
 
 import via_sd.runtime.decoding.drafters
 import via_sd.runtime.decoding.run
-from tests.support.distributions import brute_force_law
+from tests.support.distributions import brute_force_probabilities
 from tests.support.pipelines import WatchedPipeline, table_pipeline
-from tests.support.table_engine import TableEngine, digest_of, hashed_laws
+from tests.support.table_engine import TableEngine, digest_of, hashed_logits
 from via_sd.runtime import RequestError
 from via_sd.runtime.decoding.sampling import Processor, Purpose, SamplingParams, acceptance, draw, residual, uniform
 from via_sd.runtime.engines.rows import HostRow
@@ -31,31 +31,33 @@ PARAMS = st.builds(
     min_p=st.one_of(st.just(0.0), st.floats(0, 0.99)),
     repetition_penalty=st.one_of(st.just(1.0), st.floats(0.5, 2)),
 )
-LAWS = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1)), min_size=2, max_size=VOCAB)
+WEIGHTS = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1)), min_size=2, max_size=VOCAB)
 
 
 @given(row=ROWS, params=PARAMS, context=st.lists(st.integers(0, VOCAB - 1), max_size=6), split=st.integers(0, 6))
 @settings(max_examples=1500, derandomize=True, deadline=None)
-def test_a_law_is_what_brute_force_makes_of_the_row(
+def test_the_probabilities_of_a_row_are_those_of_brute_force(
     row: list[float], params: SamplingParams, context: list[int], split: int
 ) -> None:
     logits = np.array(row, np.float32)
     seen = [token for token in context if token < len(row)]
-    wanted = brute_force_law(logits.tolist(), params, seen)
-    law = Processor(params).law(HostRow(logits), seen[:split], seen[split:])
-    assert law.sum() == pytest.approx(1)
-    # On the very edge of a truncation rounding decides; elsewhere the laws are equal.
+    wanted = brute_force_probabilities(logits.tolist(), params, seen)
+    probabilities = Processor(params).probabilities(HostRow(logits), seen[:split], seen[split:])
+    assert probabilities.sum() == pytest.approx(1)
+    # On the very edge of a truncation rounding decides; elsewhere the distributions are equal.
     edge = [
         {**vars(params), "top_p": min(1.0, params.top_p * (1 + sign * 1e-5)), "min_p": params.min_p * (1 + sign * 1e-5)}
         for sign in (-1, 1)
     ]
-    assume(all(np.allclose(brute_force_law(logits.tolist(), SamplingParams(**e), seen), wanted) for e in edge))
-    np.testing.assert_allclose(law, wanted, atol=1e-6, rtol=1e-4)
+    assume(
+        all(np.allclose(brute_force_probabilities(logits.tolist(), SamplingParams(**e), seen), wanted) for e in edge)
+    )
+    np.testing.assert_allclose(probabilities, wanted, atol=1e-6, rtol=1e-4)
 
 
 @given(row=ROWS, context=st.lists(st.integers(0, VOCAB - 1), max_size=6), penalty=st.sampled_from((1.0, 0.7, 1.8)))
 @settings(max_examples=300, derandomize=True, deadline=None)
-def test_the_greedy_token_has_the_largest_law_at_any_temperature(
+def test_the_greedy_token_is_the_likeliest_at_any_temperature(
     row: list[float], context: list[int], penalty: float
 ) -> None:
     logits = np.array([row, row[::-1]], np.float32)
@@ -64,29 +66,31 @@ def test_the_greedy_token_has_the_largest_law_at_any_temperature(
     sampler = Processor(SamplingParams(temperature=0.7, repetition_penalty=penalty))
     for j in range(2):
         token = greedy.best(HostRow(logits[j]), [0], draft[:j])
-        law = sampler.law(HostRow(logits[j]), [0], draft[:j])
-        assert law[token] == law.max()
+        probabilities = sampler.probabilities(HostRow(logits[j]), [0], draft[:j])
+        assert probabilities[token] == probabilities.max()
 
 
-@given(law=LAWS, u=st.one_of(st.floats(0, 1, exclude_max=True), st.just(1 - 2**-53)))
+@given(probabilities=WEIGHTS, u=st.one_of(st.floats(0, 1, exclude_max=True), st.just(1 - 2**-53)))
 @settings(max_examples=1000, derandomize=True, deadline=None)
-def test_a_draw_is_the_quantile_of_its_number_and_never_impossible(law: list[float], u: float) -> None:
-    assume(sum(law) > 0)
-    weights = np.array(law) / sum(law)
+def test_a_draw_is_the_quantile_of_its_number_and_never_impossible(probabilities: list[float], u: float) -> None:
+    assume(sum(probabilities) > 0)
+    weights = np.array(probabilities) / sum(probabilities)
     token = draw(weights, u)
     assert weights[token] > 0
     assert weights[:token].sum() <= u + 1e-12
     assert u - 1e-12 <= weights[: token + 1].sum()
 
 
-def test_draws_follow_their_law() -> None:
-    law = np.array([0.4, 0.0, 0.25, 0.2, 0.1, 0.05, 0.0])
-    drawn = np.bincount([draw(law, uniform(3, 0, i, Purpose.FULL_TOKEN)) for i in range(20_000)], minlength=len(law))
-    assert drawn[law == 0].sum() == 0
-    assert stats.chisquare(drawn[law > 0], 20_000 * law[law > 0]).pvalue > 1e-3
+def test_draws_follow_their_probabilities() -> None:
+    probabilities = np.array([0.4, 0.0, 0.25, 0.2, 0.1, 0.05, 0.0])
+    drawn = np.bincount(
+        [draw(probabilities, uniform(3, 0, i, Purpose.FULL_TOKEN)) for i in range(20_000)], minlength=len(probabilities)
+    )
+    assert drawn[probabilities == 0].sum() == 0
+    assert stats.chisquare(drawn[probabilities > 0], 20_000 * probabilities[probabilities > 0]).pvalue > 1e-3
 
 
-@given(target=LAWS, proposal=st.one_of(st.none(), LAWS), token=st.integers(0, VOCAB - 1))
+@given(target=WEIGHTS, proposal=st.one_of(st.none(), WEIGHTS), token=st.integers(0, VOCAB - 1))
 @settings(max_examples=1000, derandomize=True, deadline=None)
 def test_keeping_or_replacing_a_draft_adds_up_to_the_target(
     target: list[float], proposal: list[float] | None, token: int
@@ -149,9 +153,9 @@ def test_no_random_number_is_used_twice_in_a_text(
 
     for module in (via_sd.runtime.decoding.run, via_sd.runtime.decoding.drafters):
         monkeypatch.setattr(module, "uniform", recorded)
-    laws = hashed_laws(VOCAB, sharpness=1.0)
-    model = TableEngine(lambda tier, *at: laws("slim", *at), VOCAB, tiers=("full",))
-    pipeline = table_pipeline(TableEngine(laws, VOCAB), tmp_path, draft_with=model if kind == "model" else kind)
+    logits = hashed_logits(VOCAB, sharpness=1.0)
+    model = TableEngine(lambda tier, *at: logits("slim", *at), VOCAB, tiers=("full",))
+    pipeline = table_pipeline(TableEngine(logits, VOCAB), tmp_path, draft_with=model if kind == "model" else kind)
     for seed in range(6):
         used.clear()
         pipeline.generate(
@@ -165,26 +169,26 @@ def test_no_random_number_is_used_twice_in_a_text(
 @pytest.mark.parametrize("kind", ["ngram", "mask", "model"])
 @pytest.mark.parametrize("mode", ["plain", "speculative", "cascade", "routed"])
 def test_a_seed_names_one_output(mode: str, kind: str, tmp_path: Path) -> None:
-    laws = hashed_laws(VOCAB, sharpness=1.0)
-    model = TableEngine(lambda tier, *at: laws("slim", *at), VOCAB, tiers=("full",))
+    logits = hashed_logits(VOCAB, sharpness=1.0)
+    model = TableEngine(lambda tier, *at: logits("slim", *at), VOCAB, tiers=("full",))
     draft_with: Any = model if kind == "model" else kind
     options: dict[str, Any] = {"mode": mode, "temperature": 1.0, "max_new_tokens": 60, "raw": True, "top_p": 0.95}
 
     def text(pipeline: WatchedPipeline, seed: int) -> list[int]:
         return pipeline.generate("abcab", seed=seed, **options).token_ids
 
-    alone = table_pipeline(TableEngine(laws, VOCAB), tmp_path, draft_with=draft_with)
+    alone = table_pipeline(TableEngine(logits, VOCAB), tmp_path, draft_with=draft_with)
     wanted = {seed: text(alone, seed) for seed in range(4)}
     assert len({tuple(tokens) for tokens in wanted.values()}) == 4
     # After other requests, with their KV left behind, and in another pipeline.
-    busy = table_pipeline(TableEngine(laws, VOCAB), tmp_path, draft_with=draft_with, retained_slots=1)
+    busy = table_pipeline(TableEngine(logits, VOCAB), tmp_path, draft_with=draft_with, retained_slots=1)
     for seed in (2, 0, 3, 0, 1, 2):
         busy.generate("abc", seed=9, **{**options, "mode": "plain"})
         assert text(busy, seed) == wanted[seed]
 
 
 def test_a_missing_seed_is_drawn_and_reported(tmp_path: Path) -> None:
-    pipeline = table_pipeline(TableEngine(hashed_laws(VOCAB, sharpness=0.5), VOCAB), tmp_path)
+    pipeline = table_pipeline(TableEngine(hashed_logits(VOCAB, sharpness=0.5), VOCAB), tmp_path)
     options: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 40, "raw": True}
     first, second = (pipeline.generate("ab", **options) for _ in range(2))
     assert first.seed != second.seed
@@ -193,13 +197,13 @@ def test_a_missing_seed_is_drawn_and_reported(tmp_path: Path) -> None:
 
 
 def test_logprobs_are_those_of_the_row_that_judged_the_token(tmp_path: Path) -> None:
-    laws = hashed_laws(VOCAB)
-    pipeline = table_pipeline(TableEngine(laws, VOCAB), tmp_path)
+    logits = hashed_logits(VOCAB)
+    pipeline = table_pipeline(TableEngine(logits, VOCAB), tmp_path)
     found = pipeline.generate("abc", mode="speculative", max_new_tokens=30, raw=True, logprobs=VOCAB + 5)
     assert found.logprobs is not None
     tokens = pipeline.encode("abc")
     for token, entry in zip(found.token_ids, found.logprobs, strict=True):
-        row = laws("full", tuple(tokens), digest_of(tokens)).astype(np.float64)
+        row = logits("full", tuple(tokens), digest_of(tokens)).astype(np.float64)
         wanted = row - np.log(np.exp(row - row.max()).sum()) - row.max()
         assert entry.logprob == pytest.approx(wanted[token], abs=1e-6)
         assert [t for t, _ in entry.top] == list(np.argsort(-wanted, kind="stable"))

@@ -1,4 +1,4 @@
-"""Rows on a device: decoding asks for their numbers, and for whole rows where it needs a law."""
+"""Rows on a device: decoding reads their numbers, and whole rows of logits where it samples."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def test_a_sum_that_a_device_rounds_below_one_is_one():
 @pytest.mark.parametrize("mass", [np.nan, 0.0])
 def test_logits_that_are_no_numbers_are_an_error_not_a_token(mass):
     numbers = np.array([[1, 1.2, 0, 2], [5, mass, 0, 1]], np.float32)
-    with pytest.raises(LogitsError, match=r"no numbers.*--dtype bf16 or fp32"):
+    with pytest.raises(LogitsError, match=r"NaN or Inf.*--dtype bf16 or fp32"):
         device_rows(numbers, [0, 0], lambda row: np.zeros(3, np.float32))

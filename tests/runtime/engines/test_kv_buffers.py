@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.support.pipelines import WatchedPipeline
 from tests.support.tiny import MAX_SEQ_LEN
-from via_sd.runtime.decoding.cache import Tape
-from via_sd.runtime.engines.protocol import FULL, Slot
+from via_sd.runtime.decoding.cache import SequenceCache
+from via_sd.runtime.engines.protocol import FULL, KVBuffers
 from via_sd.runtime.engines.rows import logits_of
 
 #: Largest difference float32 rounding makes, as a share of the largest value compared.
@@ -30,9 +30,9 @@ STEPS = st.lists(
 )
 
 
-def buffers_of(slot: Slot) -> np.ndarray:
-    """The slot's KV, [layers, 2, heads, max_seq_len, head_dim]."""
-    buffers: np.ndarray = slot._buffers  # type: ignore[attr-defined]
+def contents_of(kv: KVBuffers) -> np.ndarray:
+    """What the buffers hold, [layers, 2, heads, max_seq_len, head_dim]."""
+    buffers: np.ndarray = kv._buffers  # type: ignore[attr-defined]
     return buffers[:, :, 0]
 
 
@@ -44,7 +44,7 @@ def assert_close(found: np.ndarray, wanted: np.ndarray) -> None:
 @settings(max_examples=150, derandomize=True, deadline=None)
 def check_against_single_steps(pipeline: WatchedPipeline, start: int, steps: list[Step]) -> None:
     rng = np.random.default_rng(start)
-    blocks, singles = (Tape(pipeline.verifier.new_slot(), pipeline.verifier) for _ in range(2))
+    blocks, singles = (SequenceCache(pipeline.verifier.new_buffers(), pipeline.verifier) for _ in range(2))
     tokens = rng.integers(0, 256, start).tolist()
     blocks.run(FULL, tokens, 1)
     for end in range(1, len(tokens) + 1):
@@ -52,19 +52,19 @@ def check_against_single_steps(pipeline: WatchedPipeline, start: int, steps: lis
     for action, count in steps:
         if action == "rollback":
             del tokens[max(1, len(tokens) - count) :]
-            for tape in (blocks, singles):
-                tape.settle(len(tokens))
+            for cache in (blocks, singles):
+                cache.truncate(len(tokens))
             continue
         tokens += rng.integers(0, 256, min(count, MAX_SEQ_LEN - len(tokens))).tolist()
-        unseen = len(tokens) - blocks.seen[action]
-        if unseen == 0:
+        missing = len(tokens) - blocks.lengths[action]
+        if missing == 0:
             continue
-        found = logits_of(blocks.run(action, tokens, unseen))
-        ends = range(len(tokens) - unseen + 1, len(tokens) + 1)
+        found = logits_of(blocks.run(action, tokens, missing))
+        ends = range(len(tokens) - missing + 1, len(tokens) + 1)
         assert_close(found, np.concatenate([logits_of(singles.run(action, tokens[:end], 1)) for end in ends]))
 
 
-def test_a_cached_pass_of_any_tier_equals_single_steps_up_to_the_last_slot(
+def test_a_cached_pass_of_any_tier_equals_single_steps_up_to_the_last_position(
     tiny_pipelines: dict[str, WatchedPipeline],
 ) -> None:
     check_against_single_steps(tiny_pipelines["mask"])
@@ -72,15 +72,15 @@ def test_a_cached_pass_of_any_tier_equals_single_steps_up_to_the_last_slot(
 
 @pytest.mark.parametrize("tier", ["full", "slim", "deep"])
 @pytest.mark.parametrize("block", [1, 2, 7, 16, 64])
-def test_the_last_slot_of_the_buffer_is_as_good_as_any(
+def test_the_last_position_of_the_buffer_is_as_good_as_any(
     tier: str, block: int, tiny_pipelines: dict[str, WatchedPipeline]
 ) -> None:
     engine = tiny_pipelines["mask"].verifier
     tokens = np.random.default_rng(block).integers(0, 256, MAX_SEQ_LEN).tolist()
-    cached = engine.new_slot()
+    cached = engine.new_buffers()
     cached.forward(tier, tokens[:-block], 0, 1)
     found = logits_of(cached.forward(tier, tokens[-block:], MAX_SEQ_LEN - block, block))
-    assert_close(found, logits_of(engine.new_slot().forward(tier, tokens, 0, block)))
+    assert_close(found, logits_of(engine.new_buffers().forward(tier, tokens, 0, block)))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -97,33 +97,33 @@ def test_after_every_round_the_buffers_hold_what_fresh_passes_write(
         tokens = pipeline.encode(prompt, raw=True)
         for chunk in stream:
             tokens += chunk.token_ids
-            tapes = pipeline.current
-            _assert_written(pipeline, tapes.verifier, tokens)
-            if tapes.drafter is not None:
-                _assert_full_kv(pipeline.drafter, tapes.drafter, tokens)  # type: ignore[arg-type]
+            caches = pipeline.current
+            _assert_written(pipeline, caches.verifier, tokens)
+            if caches.drafter is not None:
+                _assert_full_kv(pipeline.drafter, caches.drafter, tokens)  # type: ignore[arg-type]
             rounds += 1
     assert rounds > 30
 
 
-def _assert_written(pipeline: WatchedPipeline, tape: Tape, tokens: Sequence[int]) -> None:
+def _assert_written(pipeline: WatchedPipeline, cache: SequenceCache, tokens: Sequence[int]) -> None:
     """Full's KV is that of a fresh prefill; behind it slim's, in the layers it keeps, is that of a fresh slim pass."""
-    seen = [tape.seen[tier] for tier in pipeline.verifier.tiers]
-    assert seen == sorted(seen)
-    assert seen[-1] <= len(tokens) - 1, "the last token was fed to nobody"
-    fresh = _assert_full_kv(pipeline.verifier, tape, tokens)
-    slim_seen = tape.seen["slim"]
-    if slim_seen > seen[0]:
-        fresh.forward("slim", tokens[seen[0] : slim_seen], seen[0], 1)
+    lengths = [cache.lengths[tier] for tier in pipeline.verifier.tiers]
+    assert lengths == sorted(lengths)
+    assert lengths[-1] <= len(tokens) - 1, "the last token was fed to nobody"
+    fresh = _assert_full_kv(pipeline.verifier, cache, tokens)
+    slim_length = cache.lengths["slim"]
+    if slim_length > lengths[0]:
+        fresh.forward("slim", tokens[lengths[0] : slim_length], lengths[0], 1)
         kept = np.flatnonzero(pipeline.bundle.masks["slim"].keep_attention)
-        region = (kept, slice(None), slice(None), slice(seen[0], slim_seen))
-        assert_close(buffers_of(tape._buffers)[region], buffers_of(fresh)[region])
+        region = (kept, slice(None), slice(None), slice(lengths[0], slim_length))
+        assert_close(contents_of(cache._buffers)[region], contents_of(fresh)[region])
 
 
-def _assert_full_kv(engine: Any, tape: Tape, tokens: Sequence[int]) -> Slot:
-    seen = tape.seen[FULL]
-    fresh: Slot = engine.new_slot()
-    if seen == 0:  # plain decoding never asks a drafter
+def _assert_full_kv(engine: Any, cache: SequenceCache, tokens: Sequence[int]) -> KVBuffers:
+    length = cache.lengths[FULL]
+    fresh: KVBuffers = engine.new_buffers()
+    if length == 0:  # plain decoding never asks a drafter
         return fresh
-    fresh.forward(FULL, tokens[:seen], 0, 1)
-    assert_close(buffers_of(tape._buffers)[..., :seen, :], buffers_of(fresh)[..., :seen, :])
+    fresh.forward(FULL, tokens[:length], 0, 1)
+    assert_close(contents_of(cache._buffers)[..., :length, :], contents_of(fresh)[..., :length, :])
     return fresh

@@ -13,11 +13,11 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tests.support.pipelines import LETTERS, AdversarialDrafter, WatchedPipeline, table_pipeline
-from tests.support.table_engine import TableEngine, digest_of, hashed_laws
+from tests.support.table_engine import TableEngine, digest_of, hashed_logits
 from via_sd.runtime import EXACT_MODES, Completion
 from via_sd.runtime.decoding.drafters import Draft
 from via_sd.runtime.decoding.modes import _Audit
-from via_sd.runtime.decoding.router import CalibratedRouter
+from via_sd.runtime.decoding.router import RouterMargins
 from via_sd.runtime.decoding.run import Item, Run
 from via_sd.runtime.decoding.sampling import Processor, SamplingParams
 from via_sd.runtime.engines.rows import HostRow, Row
@@ -27,7 +27,7 @@ VOCAB = 7
 CAPACITY = 72
 MODES = ("plain", "speculative", "cascade", "routed")
 POLICY = Policy(
-    {"mode": "plain"}, "plain", {1: 1.0, 8: 1.5}, slim_cost=0.4, router=CalibratedRouter(0.1, {0.0: 2.0, 0.1: 0.5})
+    {"mode": "plain"}, "plain", {1: 1.0, 8: 1.5}, slim_cost=0.4, router=RouterMargins(0.1, {0.0: 2.0, 0.1: 0.5})
 )
 
 
@@ -75,9 +75,9 @@ def test_everything_a_completion_says_agrees(mode: str, kind: str, tmp_path_fact
     )
     @settings(max_examples=150, derandomize=True, deadline=None)
     def check(request: dict[str, Any], prompt: str, eos: set[int], slim: float, cancel_after: int | None) -> None:
-        laws = hashed_laws(VOCAB, slim=slim)
-        engine = TableEngine(laws, VOCAB, CAPACITY)
-        model = TableEngine(lambda tier, *at: laws("slim", *at), VOCAB, CAPACITY, ("full",))
+        logits = hashed_logits(VOCAB, slim=slim)
+        engine = TableEngine(logits, VOCAB, CAPACITY)
+        model = TableEngine(lambda tier, *at: logits("slim", *at), VOCAB, CAPACITY, ("full",))
         draft_with = {"mask": "mask", "model": model}.get(kind, "ngram")
         pipeline = table_pipeline(engine, directory, draft_with=draft_with, eos=eos, policy=POLICY)
         if kind == "adversarial":
@@ -92,7 +92,7 @@ def test_everything_a_completion_says_agrees(mode: str, kind: str, tmp_path_fact
             reason = chunk.finish_reason
             # Streamed text is never taken back, and never longer than what was emitted.
             assert "".join(LETTERS[t] for t in tokens).startswith(text)
-            assert len(pipeline.encode(prompt)) + len(tokens) - pipeline.current.verifier.seen["full"] <= max(
+            assert len(pipeline.encode(prompt)) + len(tokens) - pipeline.current.verifier.lengths["full"] <= max(
                 1, request["max_lag"]
             )
             if number == cancel_after:
@@ -103,7 +103,7 @@ def test_everything_a_completion_says_agrees(mode: str, kind: str, tmp_path_fact
         _check_ending(found, request, prompt, eos, cancelled=cancel.is_set())
         _check_counts(found, engine, model, request)
         if request["temperature"] == 0:
-            _check_divergence(found, laws, request, [LETTERS.index(x) for x in prompt])
+            _check_divergence(found, logits, request, [LETTERS.index(x) for x in prompt])
 
     check()
 
@@ -142,7 +142,7 @@ def _check_counts(found: Completion, engine: TableEngine, model: TableEngine, re
     else:
         assert stats["rejection_rate"] is None
     assert stats["escalation_rate"] == pytest.approx(stats["escalations"] / emitted)
-    calls = engine.slots[0].calls
+    calls = engine.buffers[0].calls
     # A final audit comes after the statistics of the text; it is a measurement, not a part of it.
     tail = calls[-1:] if request["audit_tail"] and stats["full_calls"] < sum(c.tier == "full" for c in calls) else []
     told = calls[: len(calls) - len(tail)]
@@ -150,7 +150,7 @@ def _check_counts(found: Completion, engine: TableEngine, model: TableEngine, re
     assert stats["full_calls"] == len(full)
     assert stats["full_tokens"] == sum(len(c.tokens) for c in full)
     assert stats["slim_calls"] == sum(c.tier == "slim" for c in told)
-    drafting = [c for slot in model.slots for c in slot.calls] or [c for c in told if c.tier == "deep"]
+    drafting = [c for kv in model.buffers for c in kv.calls] or [c for c in told if c.tier == "deep"]
     assert stats["draft_calls"] == len(drafting)
     assert 1 <= stats["rounds"] <= emitted
     if stats["mode"] in EXACT_MODES:
@@ -176,7 +176,7 @@ def _check_counts(found: Completion, engine: TableEngine, model: TableEngine, re
         assert found.logprobs is None
 
 
-def _check_divergence(found: Completion, laws: Any, request: dict[str, Any], prompt: list[int]) -> None:
+def _check_divergence(found: Completion, logits: Any, request: dict[str, Any], prompt: list[int]) -> None:
     """Brute force, where full has judged every token: those that are not its argmax."""
     if found.stats["mode"] != "routed" or found.stats["checked_by_full"] < 1:
         return
@@ -184,7 +184,7 @@ def _check_divergence(found: Completion, laws: Any, request: dict[str, Any], pro
     apart = 0
     for at, token in enumerate(found.token_ids):
         before = prompt + found.token_ids[:at]
-        row = laws("full", tuple(before[-4:]), digest_of(before))
+        row = logits("full", tuple(before[-4:]), digest_of(before))
         apart += processor.best(HostRow(row), before) != token
     event("diverged" if apart else "did not diverge")
     assert found.stats["divergence"]["disagreed"] == apart
@@ -193,8 +193,8 @@ def _check_divergence(found: Completion, laws: Any, request: dict[str, Any], pro
 def test_divergence_at_temperature_is_what_the_two_laws_do_not_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    laws = hashed_laws(VOCAB, sharpness=1.5, slim=0.5)
-    pipeline: WatchedPipeline = table_pipeline(TableEngine(laws, VOCAB, CAPACITY), tmp_path)
+    logits = hashed_logits(VOCAB, sharpness=1.5, slim=0.5)
+    pipeline: WatchedPipeline = table_pipeline(TableEngine(logits, VOCAB, CAPACITY), tmp_path)
     params = SamplingParams(temperature=0.9, top_p=0.9)
     unchecked: list[int] = []
     push = Run.push
@@ -216,8 +216,8 @@ def test_divergence_at_temperature_is_what_the_two_laws_do_not_share(
         apart = 0.0
         for at in unchecked:
             full, slim = (
-                Processor(params).law(
-                    HostRow(laws(tier, tuple(tokens[at - 4 : at]), digest_of(tokens[:at]))), tokens[:at]
+                Processor(params).probabilities(
+                    HostRow(logits(tier, tuple(tokens[at - 4 : at]), digest_of(tokens[:at]))), tokens[:at]
                 )
                 for tier in ("full", "slim")
             )
@@ -231,8 +231,8 @@ def test_divergence_at_temperature_is_what_the_two_laws_do_not_share(
 def test_margins_are_slims_wherever_it_was_asked_and_say_what_full_thought(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    laws = hashed_laws(VOCAB, slim=0.4)
-    pipeline: WatchedPipeline = table_pipeline(TableEngine(laws, VOCAB, CAPACITY), tmp_path)
+    logits = hashed_logits(VOCAB, slim=0.4)
+    pipeline: WatchedPipeline = table_pipeline(TableEngine(logits, VOCAB, CAPACITY), tmp_path)
     asked: list[int] = []
     push, escalate = Run.push, _Audit.escalate
 
@@ -259,7 +259,7 @@ def test_margins_are_slims_wherever_it_was_asked_and_say_what_full_thought(
         wanted = []
         for at in asked:
             full, slim = (
-                laws(tier, tuple(tokens[max(0, at - 4) : at]), digest_of(tokens[:at])) for tier in ("full", "slim")
+                logits(tier, tuple(tokens[max(0, at - 4) : at]), digest_of(tokens[:at])) for tier in ("full", "slim")
             )
             second, first = np.sort(slim)[-2:]
             position = at - len(tokens) + len(found.token_ids)

@@ -14,9 +14,9 @@ import pytest
 
 from tests.runtime.decoding.test_greedy_exactness import assert_equal_or_near_tie
 from tests.support.pipelines import LETTERS, ScriptedDrafter, WatchedPipeline, table_pipeline
-from tests.support.table_engine import EngineFailedError, TableEngine, TableSlot, hashed_laws
+from tests.support.table_engine import EngineFailedError, TableEngine, TableKVBuffers, hashed_logits
 from via_sd.runtime import BusyError, Completion, Pipeline
-from via_sd.runtime.generation.pipeline import Tapes
+from via_sd.runtime.generation.pipeline import SequenceCaches
 
 VOCAB = 11
 MODES = ("plain", "speculative", "cascade", "routed")
@@ -30,13 +30,13 @@ class CountingPipeline(WatchedPipeline):
     _lock = threading.Lock()
 
     @contextmanager
-    def tapes(self, prompt: Sequence[int]) -> Iterator[Tapes]:
-        with super().tapes(prompt) as tapes:
+    def caches(self, prompt: Sequence[int]) -> Iterator[SequenceCaches]:
+        with super().caches(prompt) as caches:
             with self._lock:
                 self.open += 1
                 self.most = max(self.most, self.open)
             try:
-                yield tapes
+                yield caches
             finally:
                 with self._lock:
                     self.open -= 1
@@ -87,20 +87,20 @@ def assert_every_slot_is_free(pipeline: Pipeline, prompt: str = "abc") -> None:
 def test_a_mixed_load_with_cancellations_and_failures_gives_what_each_request_gives_alone(
     kind: str, tmp_path: Path
 ) -> None:
-    laws = hashed_laws(VOCAB, sharpness=1.5)
-    model = TableEngine(lambda tier, *at: laws("slim", *at), VOCAB, tiers=("full",))
-    alone = table_pipeline(TableEngine(laws, VOCAB), tmp_path, draft_with=model if kind == "model" else kind)
+    logits = hashed_logits(VOCAB, sharpness=1.5)
+    model = TableEngine(lambda tier, *at: logits("slim", *at), VOCAB, tiers=("full",))
+    alone = table_pipeline(TableEngine(logits, VOCAB), tmp_path, draft_with=model if kind == "model" else kind)
     wanted = [alone.generate(**request(number)) for number in range(REQUESTS)]
 
     dooms = {number: number % 4 for number in range(REQUESTS) if number % 7 == 3}  # fails in that call of its own
     doomed, begun = threading.local(), threading.local()
 
-    def fails(slot: TableSlot) -> bool:
+    def fails(buffers: TableKVBuffers) -> bool:
         begun.calls = getattr(begun, "calls", 0) + 1
         return getattr(doomed, "at", None) == begun.calls
 
-    engine = TableEngine(laws, VOCAB, fails=fails)
-    model = TableEngine(model.laws, VOCAB, tiers=("full",), fails=fails)
+    engine = TableEngine(logits, VOCAB, fails=fails)
+    model = TableEngine(model.logits, VOCAB, tiers=("full",), fails=fails)
     inner = table_pipeline(engine, tmp_path, draft_with=model if kind == "model" else kind)
     pipeline = CountingPipeline(
         inner.bundle, engine, inner.drafter, max_sequences=LIMIT, retained_slots=3, slot_timeout=None
@@ -180,7 +180,7 @@ def test_a_mixed_load_on_a_real_engine_is_right_and_gives_its_memory_back(
 
 
 def letters_pipeline(tmp_path: Path, **options: Any) -> WatchedPipeline:
-    return table_pipeline(TableEngine(hashed_laws(VOCAB), VOCAB), tmp_path, **options)
+    return table_pipeline(TableEngine(hashed_logits(VOCAB), VOCAB), tmp_path, **options)
 
 
 def test_a_request_that_waits_gets_the_slot_that_comes_free(tmp_path: Path) -> None:
@@ -227,20 +227,20 @@ def test_a_stream_that_never_begins_takes_no_slot(tmp_path: Path) -> None:
 @pytest.mark.parametrize("draft_with", ["ngram", "model"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_pipeline_is_as_good_as_new_after_a_failure_in_any_step(mode: str, draft_with: str, tmp_path: Path) -> None:
-    laws = hashed_laws(VOCAB)
+    logits = hashed_logits(VOCAB)
     options: dict[str, Any] = {"mode": mode, "raw": True, "max_new_tokens": 30, "gamma": 3, "router": "paper"}
-    model = TableEngine(lambda tier, *at: laws("slim", *at), VOCAB, tiers=("full",))
-    fresh = table_pipeline(TableEngine(laws, VOCAB), tmp_path, draft_with=model if draft_with == "model" else "ngram")
+    model = TableEngine(lambda tier, *at: logits("slim", *at), VOCAB, tiers=("full",))
+    fresh = table_pipeline(TableEngine(logits, VOCAB), tmp_path, draft_with=model if draft_with == "model" else "ngram")
     wanted = fresh.generate("abcabc", **options).token_ids
     for fatal in range(12):
         left = [fatal]
 
-        def fails(slot: TableSlot, left: list[int] = left) -> bool:
+        def fails(buffers: TableKVBuffers, left: list[int] = left) -> bool:
             left[0] -= 1
             return left[0] == -1
 
-        engine = TableEngine(laws, VOCAB, fails=fails)
-        other = TableEngine(model.laws, VOCAB, tiers=("full",), fails=fails)
+        engine = TableEngine(logits, VOCAB, fails=fails)
+        other = TableEngine(model.logits, VOCAB, tiers=("full",), fails=fails)
         pipeline = table_pipeline(
             engine,
             tmp_path,
@@ -253,7 +253,7 @@ def test_a_pipeline_is_as_good_as_new_after_a_failure_in_any_step(mode: str, dra
         again = pipeline.generate("abcabc", **options)
         assert again.token_ids == wanted
         assert again.stats["reused_prefix_tokens"] == 0, "KV of a failed step is not to be relied on"
-        assert len(engine.slots) == 2, "nor are its buffers"
+        assert len(engine.buffers) == 2, "nor are its buffers"
 
 
 def test_a_real_engine_that_fails_in_the_middle_of_a_step_serves_the_next_request(
@@ -279,13 +279,13 @@ def test_a_slot_that_cannot_be_allocated_does_not_count_as_taken(tmp_path: Path)
 
         tries = 0
 
-        def new_slot(self) -> TableSlot:
+        def new_buffers(self) -> TableKVBuffers:
             self.tries += 1
             if self.tries == 1:
                 raise MemoryError
-            return super().new_slot()
+            return super().new_buffers()
 
-    pipeline = table_pipeline(Full(hashed_laws(VOCAB), VOCAB), tmp_path, max_sequences=1, slot_timeout=0.001)
+    pipeline = table_pipeline(Full(hashed_logits(VOCAB), VOCAB), tmp_path, max_sequences=1, slot_timeout=0.001)
     with pytest.raises(MemoryError):
         pipeline.generate("abc", raw=True)
     assert pipeline.generate("abc", raw=True, max_new_tokens=4).finish_reason == "length"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.pipelines import WatchedPipeline, table_pipeline
-from tests.support.table_engine import TableEngine, hashed_laws
+from tests.support.table_engine import TableEngine, hashed_logits
 
 VOCAB, CHUNK = 8, 16
 PROMPT = "abcdefgh" * 8
@@ -19,7 +19,7 @@ PROMPT = "abcdefgh" * 8
 
 @pytest.fixture
 def engine() -> TableEngine:
-    return TableEngine(hashed_laws(VOCAB), VOCAB, prefill_chunk=CHUNK)
+    return TableEngine(hashed_logits(VOCAB), VOCAB, prefill_chunk=CHUNK)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_every_chunk_but_the_last_yields_without_a_token(
     chunks = list(stream := pipeline.stream(PROMPT, **options))
     assert [chunk.token_ids for chunk in chunks[:3]] == [[], [], []]
     assert all(chunk.token_ids for chunk in chunks[3:])
-    assert [len(call.tokens) for call in engine.slots[0].calls[:4]] == [CHUNK] * 4
+    assert [len(call.tokens) for call in engine.buffers[0].calls[:4]] == [CHUNK] * 4
     assert stream.completion.stats["rounds"] == len(chunks) - 3
     assert "".join(chunk.text for chunk in chunks) == stream.completion.text
     assert stream.completion.stats["time_ms"]["prefill"] > 0
@@ -45,13 +45,13 @@ def test_every_chunk_but_the_last_yields_without_a_token(
 def test_a_model_drafter_reads_in_chunks_too_behind_the_first_token(
     mode: str, engine: TableEngine, tmp_path: Path
 ) -> None:
-    laws = hashed_laws(VOCAB)
-    drafter = TableEngine(lambda tier, *at: laws("slim", *at), VOCAB, tiers=("full",), prefill_chunk=2 * CHUNK)
+    logits = hashed_logits(VOCAB)
+    drafter = TableEngine(lambda tier, *at: logits("slim", *at), VOCAB, tiers=("full",), prefill_chunk=2 * CHUNK)
     pipeline = table_pipeline(engine, tmp_path, draft_with=drafter)
     chunks = list(pipeline.stream(PROMPT, mode=mode, raw=True, max_new_tokens=9, ignore_eos=True))
     assert [len(chunk.token_ids) for chunk in chunks[:5]] == [0, 0, 0, 1, 0]
     assert all(chunk.token_ids for chunk in chunks[5:])
-    assert [len(call.tokens) for call in drafter.slots[0].calls[:2]] == [2 * CHUNK, 2 * CHUNK + 1]
+    assert [len(call.tokens) for call in drafter.buffers[0].calls[:2]] == [2 * CHUNK, 2 * CHUNK + 1]
     plain = pipeline.generate(PROMPT, mode="plain", raw=True, max_new_tokens=9, ignore_eos=True)
     if mode != "routed":
         assert [token for chunk in chunks for token in chunk.token_ids] == plain.token_ids
@@ -67,7 +67,7 @@ def test_a_cancelled_prompt_ends_behind_its_chunk_and_what_was_read_is_kept(
     assert [chunk.finish_reason for chunk in stream] == ["cancelled"]
     found = stream.completion
     assert (found.token_ids, found.text, found.finish_reason, found.logprobs) == ([], "", "cancelled", [])
-    assert len(engine.slots[0].calls) == 2
+    assert len(engine.buffers[0].calls) == 2
     assert (found.stats["emitted_tokens"], found.stats["tokens_per_s"]) == (0, None)
     again = pipeline.generate(PROMPT, raw=True, max_new_tokens=3)
     assert again.stats["reused_prefix_tokens"] == 2 * CHUNK
@@ -100,7 +100,7 @@ def test_a_dropped_stream_gives_its_slot_back_at_once(engine: TableEngine, tmp_p
             del stream
     finally:
         gc.enable()
-    assert len(engine.slots) == 1
+    assert len(engine.buffers) == 1
 
 
 def test_the_prefill_of_a_cancelled_prompt_is_counted_as_such(pipeline: WatchedPipeline) -> None:
@@ -116,9 +116,9 @@ def test_the_prefill_of_a_cancelled_prompt_is_counted_as_such(pipeline: WatchedP
 
 def test_a_text_outgrows_its_drafter_s_context(tmp_path: Path) -> None:
     """Where the drafter's buffers end, drafting does; the text goes on."""
-    laws = hashed_laws(VOCAB)
-    drafter = TableEngine(lambda tier, *at: laws("slim", *at), VOCAB, 40, ("full",))
-    pipeline = table_pipeline(TableEngine(laws, VOCAB, 128), tmp_path, draft_with=drafter)
+    logits = hashed_logits(VOCAB)
+    drafter = TableEngine(lambda tier, *at: logits("slim", *at), VOCAB, 40, ("full",))
+    pipeline = table_pipeline(TableEngine(logits, VOCAB, 128), tmp_path, draft_with=drafter)
     options: dict[str, Any] = {"raw": True, "max_new_tokens": 90, "ignore_eos": True}
     for prompt in ("abc", "abcdefgh" * 4, PROMPT):
         found = pipeline.generate(prompt, mode="speculative", **options)

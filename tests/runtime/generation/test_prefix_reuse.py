@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.runtime.decoding.test_greedy_exactness import assert_equal_or_near_tie
 from tests.support.pipelines import LETTERS, WatchedPipeline, table_pipeline
-from tests.support.table_engine import TableEngine, hashed_laws
+from tests.support.table_engine import TableEngine, hashed_logits
 
 VOCAB = 8
 CAPACITY = 128
@@ -36,12 +36,12 @@ TURNS = st.lists(
 @pytest.mark.parametrize("kind", ["ngram", "mask", "model"])
 def test_any_turn_of_a_chat_is_what_it_would_be_cold(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = tmp_path_factory.mktemp("pipelines")
-    laws = hashed_laws(VOCAB)
+    logits = hashed_logits(VOCAB)
 
     def build(retained: int) -> WatchedPipeline:
         # Long prompts are fed in chunks; what is reused then changes their number, which nothing may depend on.
-        engine = TableEngine(laws, VOCAB, CAPACITY, prefill_chunk=6)
-        model = TableEngine(lambda tier, *at: laws("slim", *at), VOCAB, CAPACITY, ("full",), prefill_chunk=6)
+        engine = TableEngine(logits, VOCAB, CAPACITY, prefill_chunk=6)
+        model = TableEngine(lambda tier, *at: logits("slim", *at), VOCAB, CAPACITY, ("full",), prefill_chunk=6)
         draft_with: Any = model if kind == "model" else kind
         return table_pipeline(engine, directory, draft_with=draft_with, retained_slots=retained)
 
@@ -69,21 +69,21 @@ def test_any_turn_of_a_chat_is_what_it_would_be_cold(kind: str, tmp_path_factory
 
 
 def test_the_next_turn_of_a_chat_feeds_only_what_is_new(tmp_path: Path) -> None:
-    engine = TableEngine(hashed_laws(VOCAB), VOCAB, CAPACITY)
+    engine = TableEngine(hashed_logits(VOCAB), VOCAB, CAPACITY)
     pipeline = table_pipeline(engine, tmp_path)
     first = pipeline.generate("abcdefgh", mode="plain", raw=True, max_new_tokens=10)
     history = 8 + 10
-    engine.slots[0].calls.clear()
+    engine.buffers[0].calls.clear()
     second = pipeline.generate("abcdefgh" + first.text + "aab", mode="plain", raw=True, max_new_tokens=5)
     # The last token of the first answer was fed to nobody yet.
     assert second.stats["reused_prefix_tokens"] == history - 1
-    assert len(engine.slots) == 1
-    assert len(engine.slots[0].calls[0].tokens) == 4
-    assert engine.slots[0].calls[0].past == history - 1
+    assert len(engine.buffers) == 1
+    assert len(engine.buffers[0].calls[0].tokens) == 4
+    assert engine.buffers[0].calls[0].past == history - 1
 
 
 def test_the_same_prompt_again_feeds_its_last_two_tokens(tmp_path: Path) -> None:
-    pipeline = table_pipeline(TableEngine(hashed_laws(VOCAB), VOCAB, CAPACITY), tmp_path)
+    pipeline = table_pipeline(TableEngine(hashed_logits(VOCAB), VOCAB, CAPACITY), tmp_path)
     first = pipeline.generate("abcdefgh", raw=True, max_new_tokens=10)
     again = pipeline.generate("abcdefgh", raw=True, max_new_tokens=10)
     assert again.token_ids == first.token_ids
@@ -94,30 +94,30 @@ def test_the_same_prompt_again_feeds_its_last_two_tokens(tmp_path: Path) -> None
         assert found.stats["reused_prefix_tokens"] == 0
 
 
-def test_what_only_slim_has_seen_is_no_prefix(tmp_path: Path) -> None:
-    engine = TableEngine(hashed_laws(VOCAB, slim=0.1), VOCAB, CAPACITY)
+def test_what_only_slim_has_computed_is_no_prefix(tmp_path: Path) -> None:
+    engine = TableEngine(hashed_logits(VOCAB, slim=0.1), VOCAB, CAPACITY)
     pipeline = table_pipeline(engine, tmp_path)
     first = pipeline.generate(
         "abcd", mode="routed", alpha2=1.0, alpha1=1.0, router="paper", raw=True, max_new_tokens=30, ignore_eos=True
     )
-    seen = pipeline.current.verifier.seen["full"]
-    assert seen < 4 + 20, "much of this text stands on slim's word"
+    length = pipeline.current.verifier.lengths["full"]
+    assert length < 4 + 20, "much of this text was accepted by slim alone"
     second = pipeline.generate("abcd" + first.text + "a", mode="plain", raw=True, max_new_tokens=3)
-    assert second.stats["reused_prefix_tokens"] == seen
+    assert second.stats["reused_prefix_tokens"] == length
 
 
 def test_no_more_slots_are_kept_than_asked_for(tmp_path: Path) -> None:
-    engine = TableEngine(hashed_laws(VOCAB), VOCAB, CAPACITY)
+    engine = TableEngine(hashed_logits(VOCAB), VOCAB, CAPACITY)
     pipeline = table_pipeline(engine, tmp_path, retained_slots=2)
     prompts = ["abcd", "bcda", "cdab", "dabc"]
     for prompt in prompts:
         pipeline.generate(prompt, raw=True, max_new_tokens=3)
-    assert len(engine.slots) == 2, "an idle slot is taken over rather than another one allocated"
+    assert len(engine.buffers) == 2, "an idle slot is taken over rather than another one allocated"
     reused = [
         pipeline.generate(prompt, raw=True, max_new_tokens=3).stats["reused_prefix_tokens"] for prompt in prompts[::-1]
     ]
     assert reused[:2] == [2, 2], "the ones used last are kept"
-    none = table_pipeline(TableEngine(hashed_laws(VOCAB), VOCAB, CAPACITY), tmp_path, retained_slots=0)
+    none = table_pipeline(TableEngine(hashed_logits(VOCAB), VOCAB, CAPACITY), tmp_path, retained_slots=0)
     for _ in range(2):
         assert none.generate("abcd", raw=True, max_new_tokens=3).stats["reused_prefix_tokens"] == 0
 

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.support.pipelines import WatchedPipeline, table_pipeline
-from tests.support.table_engine import TableEngine, hashed_laws
+from tests.support.table_engine import TableEngine, hashed_logits
 from tests.support.tiny import MAX_SEQ_LEN
 from via_sd.contract.manifest import fast_hash
 from via_sd.runtime import BundleError, GenerationConfig, Pipeline, RequestError, load_bundle
@@ -300,7 +300,7 @@ def test_options_go_on_top_of_a_configuration(pipeline: WatchedPipeline) -> None
 
 
 def test_modes_that_need_slim_are_refused_where_there_is_none(tmp_path: Path) -> None:
-    pipeline = table_pipeline(TableEngine(hashed_laws(5), 5, tiers=("full",)), tmp_path, slim=None)
+    pipeline = table_pipeline(TableEngine(hashed_logits(5), 5, tiers=("full",)), tmp_path, slim=None)
     for mode in ("cascade", "routed"):
         with pytest.raises(RequestError, match=f"mode {mode} needs a slim-verifier.*exported without a mask.*--mask"):
             pipeline.stream("abc", mode=mode, raw=True)

@@ -197,9 +197,9 @@ def test_a_text_ends_where_it_should_in_every_mode(
         script.append(eos[0])
         prompt = tokenizer.encode("Go on: ").ids
         # `routed` follows slim where slim slips; exact modes do not.
-        laws = Script(size, prompt, script, slips=0.0 if mode == "routed" else 0.2)
+        logits = Script(size, prompt, script, slips=0.0 if mode == "routed" else 0.2)
         pipeline = table_pipeline(
-            TableEngine(laws, size, 256), directory, draft_with="mask", tokenizer=tokenizer, eos=eos
+            TableEngine(logits, size, 256), directory, draft_with="mask", tokenizer=tokenizer, eos=eos
         )
         if kind == "adversarial":
             right = _follow(script, len(prompt))
@@ -254,8 +254,8 @@ def test_the_bytes_of_a_byte_level_vocabulary_are_what_the_library_says() -> Non
 
 def test_a_stop_string_completed_by_the_last_token_allowed_is_a_stop(tmp_path: Path) -> None:
     tokenizer, ids = byte_tokenizer([b"one", b" END", b" more"])
-    laws = Script(tokenizer.get_vocab_size(), tokenizer.encode("x").ids, ids)
-    pipeline = table_pipeline(TableEngine(laws, laws.vocab_size), tmp_path, tokenizer=tokenizer)
+    logits = Script(tokenizer.get_vocab_size(), tokenizer.encode("x").ids, ids)
+    pipeline = table_pipeline(TableEngine(logits, logits.vocab_size), tmp_path, tokenizer=tokenizer)
     for mode in ("plain", "speculative"):
         found = pipeline.generate("x", mode=mode, raw=True, max_new_tokens=2, stop="END")
         assert (found.finish_reason, found.text, len(found.token_ids)) == ("stop", "one ", 2)
@@ -265,16 +265,16 @@ def test_a_stop_string_completed_by_the_last_token_allowed_is_a_stop(tmp_path: P
 
 def test_a_stop_string_inside_a_token_that_ends_within_a_character_does_not_leak(tmp_path: Path) -> None:
     tokenizer, ids = byte_tokenizer([b"one", b" END\xe6", b"\x97\xa5 more"])
-    laws = Script(tokenizer.get_vocab_size(), tokenizer.encode("x").ids, ids)
-    pipeline = table_pipeline(TableEngine(laws, laws.vocab_size), tmp_path, tokenizer=tokenizer)
+    logits = Script(tokenizer.get_vocab_size(), tokenizer.encode("x").ids, ids)
+    pipeline = table_pipeline(TableEngine(logits, logits.vocab_size), tmp_path, tokenizer=tokenizer)
     found = pipeline.generate("x", mode="plain", raw=True, max_new_tokens=2, stop="END")
     assert (found.finish_reason, found.text) == ("stop", "one ")
 
 
 def test_held_back_text_comes_out_when_no_stop_string_follows(tmp_path: Path) -> None:
     tokenizer, ids = byte_tokenizer([b"a", b"#", b"#", b"b", b"#", b"#"])
-    laws = Script(tokenizer.get_vocab_size(), tokenizer.encode("x").ids, ids)
-    pipeline = table_pipeline(TableEngine(laws, laws.vocab_size), tmp_path, tokenizer=tokenizer)
+    logits = Script(tokenizer.get_vocab_size(), tokenizer.encode("x").ids, ids)
+    pipeline = table_pipeline(TableEngine(logits, logits.vocab_size), tmp_path, tokenizer=tokenizer)
     chunks = list(pipeline.stream("x", mode="plain", raw=True, max_new_tokens=6, stop="###"))
     assert [chunk.text for chunk in chunks] == ["a", "", "", "##b", "", "##"]
 
@@ -282,18 +282,18 @@ def test_held_back_text_comes_out_when_no_stop_string_follows(tmp_path: Path) ->
 def test_cancelling_from_another_thread_ends_the_text_between_rounds(tmp_path: Path) -> None:
     tokenizer, _ = byte_tokenizer([])
     reached, cancel = threading.Event(), threading.Event()
-    laws = Script(tokenizer.get_vocab_size(), tokenizer.encode("x").ids, [])
+    logits = Script(tokenizer.get_vocab_size(), tokenizer.encode("x").ids, [])
 
-    def watch(slot: Any) -> bool:
+    def watch(buffers: Any) -> bool:
         # The engine itself waits for the other thread, so that the cancellation falls into the middle of a round.
-        if len(slot.calls) == 5:
+        if len(buffers.calls) == 5:
             reached.set()
             assert cancel.wait(10)
         return False
 
     for mode in MODES:
         reached.clear(), cancel.clear()
-        engine = TableEngine(laws, laws.vocab_size, fails=watch)
+        engine = TableEngine(logits, logits.vocab_size, fails=watch)
         pipeline = table_pipeline(engine, tmp_path, tokenizer=tokenizer)
         other = threading.Thread(target=lambda: (reached.wait(10), cancel.set()))
         other.start()
@@ -309,8 +309,8 @@ def test_cancelling_from_another_thread_ends_the_text_between_rounds(tmp_path: P
 
 def test_a_request_cancelled_before_it_starts_emits_one_round(tmp_path: Path) -> None:
     tokenizer, _ = byte_tokenizer([])
-    laws = Script(tokenizer.get_vocab_size(), tokenizer.encode("x").ids, [])
-    pipeline = table_pipeline(TableEngine(laws, laws.vocab_size), tmp_path, tokenizer=tokenizer)
+    logits = Script(tokenizer.get_vocab_size(), tokenizer.encode("x").ids, [])
+    pipeline = table_pipeline(TableEngine(logits, logits.vocab_size), tmp_path, tokenizer=tokenizer)
     cancel = threading.Event()
     cancel.set()
     found = pipeline.generate("x", mode="speculative", raw=True, cancel=cancel)

@@ -262,7 +262,7 @@ def test_passes_are_timed_for_every_tier_and_size_within_the_buffers(tiny_bundle
 
 
 def test_costs_of_a_policy_change_no_greedy_text(tiny_bundle_mask_drafter):
-    """Blocks get other lengths where passes cost otherwise; an exact mode's text stays."""
+    """Blocks get other lengths where forward passes take other times; an exact mode's text stays."""
     bundle = load_bundle(tiny_bundle_mask_drafter)
     verifier, drafter = open_engines(bundle, threads=1)
     request = {**REQUEST, "max_new_tokens": 40}

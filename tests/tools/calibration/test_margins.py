@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from via_sd.runtime.decoding.statistics import JudgedMargin
 from via_sd.tools.bench.run import Sample
-from via_sd.tools.calibration.margins import SHARES, calibrate_router, judged_once
+from via_sd.tools.calibration.margins import SHARES, fit_margins, judged_once
 
 JUDGED = st.lists(
     st.builds(
@@ -31,7 +31,7 @@ def expected(judged: list[JudgedMargin], margin: float) -> float:
 @given(judged=JUDGED, limit=st.sampled_from((0.01, 0.07, 0.3, 1.0)))
 @settings(max_examples=500, derandomize=True, deadline=None)
 def test_each_share_gets_the_least_margin_that_keeps_to_it(judged: list[JudgedMargin], limit: float) -> None:
-    found = calibrate_router(judged, limit)
+    found = fit_margins(judged, limit)
     assert found.max_divergence == limit
     assert list(found.margins) == sorted(found.margins)
     for share in {*SHARES, limit}:
@@ -41,12 +41,12 @@ def test_each_share_gets_the_least_margin_that_keeps_to_it(judged: list[JudgedMa
 
 @pytest.mark.parametrize("count", [0, 1, 98])
 def test_with_little_evidence_little_is_let_through(count: int) -> None:
-    assert 0.01 not in calibrate_router([JudgedMargin(0, 30.0, True)] * count, 0.01).margins
+    assert 0.01 not in fit_margins([JudgedMargin(0, 30.0, True)] * count, 0.01).margins
 
 
 def test_a_router_that_is_right_wherever_its_margin_is_wide_lets_that_through() -> None:
     judged = [JudgedMargin(0, lead / 100, lead > 150) for lead in range(1000)]
-    margins = calibrate_router(judged, 0.3).margins
+    margins = fit_margins(judged, 0.3).margins
     assert margins[0.002] == 1.51
     assert 1.51 > margins[0.01] > margins[0.05] > margins[0.1] > margins[0.2] == 0.0
 

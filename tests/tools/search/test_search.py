@@ -146,10 +146,10 @@ def test_slim_is_nearer_to_full_when_it_reads_fulls_kv(model: SearchModel) -> No
 def test_the_ngram_drafters_proposals_stand_at_the_positions_after_which_it_makes_them(model: SearchModel) -> None:
     text = ScoringText((7, 8, 9, 7, 8, 9, 7), start=2)
     found = open_evaluator(model, [text], objective="via", alpha=0.5, beta=0.3, threads=2)
-    laws = drafter_distributions("ngram", model, found, [text], 2)
-    assert len(laws) == text.scored == 5
+    distributions = drafter_distributions("ngram", model, found, [text], 2)
+    assert len(distributions) == text.scored == 5
     # After 7 8 9 nothing is known; after the second 7 comes 8, and so on.
-    rows = laws.log_probs(0, 5)
+    rows = distributions.log_probs(0, 5)
     assert [(row == 0).nonzero()[0].tolist() for row in rows[1:]] == [[8], [9], [7], [8]]
     assert np.isneginf(rows[0]).sum() >= rows.shape[1] - 1
 

@@ -60,13 +60,13 @@ def test_logits_equal_the_routed_graph_after_any_sequence_of_passes_and_rollback
 
 
 def test_a_step_repeated_until_its_launches_are_captured_stays_the_same(pipeline):
-    slot = pipeline.verifier.new_slot()
+    buffers = pipeline.verifier.new_buffers()
     tokens = list(range(40))
-    slot.forward("full", tokens, 0, 1)
+    buffers.forward("full", tokens, 0, 1)
     for tier in pipeline.verifier.tiers:
-        first = logits_of(slot.forward(tier, tokens[30:38], 30, 8))
+        first = logits_of(buffers.forward(tier, tokens[30:38], 30, 8))
         for _ in range(4):
-            assert (logits_of(slot.forward(tier, tokens[30:38], 30, 8)) == first).all()
+            assert (logits_of(buffers.forward(tier, tokens[30:38], 30, 8)) == first).all()
 
 
 @pytest.mark.parametrize("mode", ["plain", "speculative", "cascade", "routed"])
@@ -78,10 +78,10 @@ def test_every_mode_gives_the_text_it_gives_on_the_cpu(mode, pipeline, tiny_pipe
 
 
 def test_sequences_side_by_side_do_not_disturb_each_other(pipeline):
-    slots = [pipeline.verifier.new_slot() for _ in range(3)]
+    sequences = [pipeline.verifier.new_buffers() for _ in range(3)]
     texts = [[(7 * i + j) % 200 for j in range(30)] for i in range(3)]
-    alone = [logits_of(pipeline.verifier.new_slot().forward("full", text, 0, 4)) for text in texts]
-    for slot, text in zip(slots, texts, strict=True):
-        slot.forward("full", text[:20], 0, 1)
-    for slot, text, wanted in zip(slots, texts, alone, strict=True):
-        assert abs(logits_of(slot.forward("full", text[20:], 20, 4)) - wanted).max() < 1e-4 * abs(wanted).max()
+    alone = [logits_of(pipeline.verifier.new_buffers().forward("full", text, 0, 4)) for text in texts]
+    for buffers, text in zip(sequences, texts, strict=True):
+        buffers.forward("full", text[:20], 0, 1)
+    for buffers, text, wanted in zip(sequences, texts, alone, strict=True):
+        assert abs(logits_of(buffers.forward("full", text[20:], 20, 4)) - wanted).max() < 1e-4 * abs(wanted).max()

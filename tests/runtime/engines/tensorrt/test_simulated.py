@@ -107,15 +107,15 @@ def test_a_greedy_text_brings_numbers_to_the_host_and_no_row_of_the_verifier(sim
 
 
 def test_a_step_that_comes_again_is_captured_by_whom_it_is_left_to(simulated):
-    slot = simulated.pipeline.verifier.new_slot()
+    buffers = simulated.pipeline.verifier.new_buffers()
     tokens = list(range(40))
-    slot.forward("full", tokens, 0, 1)
+    buffers.forward("full", tokens, 0, 1)
     found = []
     for past in (30, 30, 30, 31, 31):  # what differs is read when the step runs, not when it was captured
-        rows = slot.forward("full", tokens[past : past + 8], past, 8)
+        rows = buffers.forward("full", tokens[past : past + 8], past, 8)
         found.append((past, logits_of(rows)))
     for past, logits in found:
-        fresh = simulated.pipeline.verifier.new_slot()
+        fresh = simulated.pipeline.verifier.new_buffers()
         fresh.forward("full", tokens[:past], 0, 1)
         assert_close(logits, logits_of(fresh.forward("full", tokens[past : past + 8], past, 8)))
     by_us = not hasattr(simulated.library, "CudaGraphStrategy")
@@ -133,10 +133,10 @@ def test_sequences_in_threads_of_their_own_do_not_disturb_each_other(simulated, 
 def test_memory_goes_with_the_objects_that_hold_it(simulated):
     memory = simulated.driver.memory
     loaded = memory.held
-    slot = simulated.pipeline.verifier.new_slot()
-    slot.forward("slim", [1, 2, 3], 0, 3)[0].logits  # noqa: B018 - fetched, so that there is something to free
+    buffers = simulated.pipeline.verifier.new_buffers()
+    buffers.forward("slim", [1, 2, 3], 0, 3)[0].logits  # noqa: B018 - fetched, so that there is something to free
     assert memory.held > loaded
-    del slot
+    del buffers
     gc.collect()
     assert memory.held == loaded
     simulated.pipeline = None  # type: ignore[assignment]
@@ -147,9 +147,9 @@ def test_memory_goes_with_the_objects_that_hold_it(simulated):
 
 
 def test_logits_that_are_no_numbers_end_the_text_with_an_error(simulated):
-    slot = simulated.pipeline.verifier.new_slot()
-    slot.forward("full", [1, 2, 3], 0, 1)
-    kv = simulated.driver.memory.at(slot._kv.address, slot._kv.size).view(np.float32)
+    buffers = simulated.pipeline.verifier.new_buffers()
+    buffers.forward("full", [1, 2, 3], 0, 1)
+    kv = simulated.driver.memory.at(buffers._kv.address, buffers._kv.size).view(np.float32)
     kv[:] = np.nan
     with pytest.raises(LogitsError, match="bf16"):
-        slot.forward("full", [4], 3, 1)
+        buffers.forward("full", [4], 3, 1)
