@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.test_layering import HEAVY, run_blocked
+from tests.support.blocked import HEAVY, run_blocked
 from via_sd.contract.served_model import INPUTS, OUTPUTS, contract_digest
 from via_sd.export.triton import RepositoryError, ServingOptions, write_repository, write_tiers
 from via_sd.export.triton.pbtxt import Word, to_pbtxt
