@@ -193,7 +193,7 @@ class ModelDrafter:
         params = self._processor.params
         while len(tokens) < limit and len(context) <= self._capacity:
             row = self._real(self._cache.run(self._tier, context, 1)[0])
-            if tokens and 1 / row.mass < self._threshold:
+            if tokens and 1 / row.sum_exp() < self._threshold:
                 break
             if params.greedy:
                 token, probabilities = self._processor.best(row, context), None
@@ -216,7 +216,7 @@ class ModelDrafter:
 
     def _real(self, row: Row) -> Row:
         """The row with padding masked out, as wide as the verifier's; as it is where only its best token matters."""
-        if not self._padding or (self._processor.needs_only_best and row.best < self._vocabulary):
+        if not self._padding or (self._processor.needs_only_best and row.argmax() < self._vocabulary):
             return row
         logits = np.full(self._width, -np.inf, np.float32)
         real = min(self._vocabulary, self._width, len(row.logits))

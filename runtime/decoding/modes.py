@@ -135,7 +135,7 @@ def _route_block(run: Run, draft: Draft, audit: _Audit) -> int:
         row = rows[j]
         route = run.router.route(row, token, tightening)
         if route is Route.ESCALATE:
-            run.stats.escalations += 1
+            run.counters.escalations += 1
             return j + audit.escalate(Draft(draft.tokens[j:], draft.distributions[j:]), row)
         if route is Route.REGENERATE:
             audit.let_through(Item(run.choose(row, run.tokens, Purpose.SLIM_TOKEN), "slim", replaced=True), row)
@@ -146,7 +146,7 @@ def _route_block(run: Run, draft: Draft, audit: _Audit) -> int:
     if run.router.is_sure(last, tightening):
         audit.let_through(Item(run.choose(last, run.tokens, Purpose.SLIM_TOKEN), "slim"), last)
     elif not draft.tokens:
-        run.stats.escalations += 1
+        run.counters.escalations += 1
         audit.escalate(draft, last)
     return len(draft.tokens)
 
@@ -189,14 +189,14 @@ class _Audit:
 
     def _note(self, row: Row) -> None:
         if self._run.keep_margins:
-            self._noted.append((self._run.stats.emitted_tokens, row.margin, row.best))
+            self._noted.append((self._run.counters.emitted_tokens, row.margin(), row.argmax()))
 
     def _compare(self, rows: Sequence[Row], count: int) -> None:
         """Compare `count` of full's `rows` with the last emitted tokens: argmax, or overlap of distributions."""
         run = self._run
         # Where the router escalated, there is one more of slim's rows than tokens it accepted.
         for (position, margin, token), row in zip(self._noted, rows, strict=False):
-            run.stats.margins.append(JudgedMargin(position, margin, row.best == token))
+            run.counters.margins.append(JudgedMargin(position, margin, row.argmax() == token))
         self._noted.clear()
         rows = rows[:count]
         before, audited = run.tokens[: len(run.tokens) - count], run.tokens[len(run.tokens) - count :]
@@ -207,9 +207,9 @@ class _Audit:
             distributions = [run.processor.probabilities(row, before, audited[:j]) for j, row in enumerate(rows)]
             apart = [1 - float(np.minimum(q, u).sum()) for q, u in zip(distributions, self._distributions, strict=True)]
             self._distributions.clear()
-        run.stats.checked += count
-        run.stats.audited += count
-        run.stats.disagreement += sum(apart)
+        run.counters.checked += count
+        run.counters.audited += count
+        run.counters.disagreement += sum(apart)
         run.guard.audited(apart)
 
 

@@ -66,7 +66,7 @@ class Gates:
 
     def is_sure(self, row: Row, tightening: float = 1.0) -> bool:
         """The outer gate: slim's likeliest token has at least probability 1 - alpha2."""
-        return row.mass * (1 - self.alpha2 * tightening) <= 1.0
+        return row.sum_exp() * (1 - self.alpha2 * tightening) <= 1.0
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,11 @@ class MarginGate:
         """See `Router.route`."""
         if not self.is_sure(row, tightening):
             return Route.ESCALATE
-        return Route.ACCEPT if token == row.best else Route.REGENERATE
+        return Route.ACCEPT if token == row.argmax() else Route.REGENERATE
 
     def is_sure(self, row: Row, tightening: float = 1.0) -> bool:
         """See `Router.is_sure`; a margin grows by 1 when `tightening` halves."""
-        return row.margin >= self.margin - math.log2(tightening)
+        return row.margin() >= self.margin - math.log2(tightening)
 
 
 @dataclass(frozen=True)

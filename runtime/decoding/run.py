@@ -12,7 +12,7 @@ from via_sd.runtime.decoding.cache import SequenceCache
 from via_sd.runtime.decoding.drafters import Draft, Drafter
 from via_sd.runtime.decoding.router import DivergenceGuard, Gates, Router
 from via_sd.runtime.decoding.sampling import Processor, Purpose, acceptance, draw, residual, uniform
-from via_sd.runtime.decoding.statistics import Stats
+from via_sd.runtime.decoding.statistics import Counters
 from via_sd.runtime.engines.protocol import FULL
 from via_sd.runtime.engines.rows import Row
 
@@ -71,7 +71,7 @@ class Run:
     gamma: AdaptiveGamma
     processor: Processor
     emit: Callable[[int, str, Row], bool]
-    stats: Stats
+    counters: Counters
     remaining: int
     capacity: int
     costs: StepCost
@@ -110,14 +110,14 @@ class Run:
         situation = self.drafter.expectation(context) if limit > 0 else 0
         length = self.gamma.choose(situation, limit, self.drafter.cost)
         draft = self.drafter.propose(context, length) if length > 0 else Draft()
-        self.stats.drafted += len(draft.tokens)
-        self.stats.draft_rounds += bool(draft.tokens)
+        self.counters.drafted += len(draft.tokens)
+        self.counters.draft_rounds += bool(draft.tokens)
         return draft, situation
 
     def learn(self, situation: int, judged: int, kept: int) -> None:
         """A block drafted in `situation` had its first `judged` tokens looked at and its first `kept` accepted."""
         self.gamma.learn(situation, judged, kept)
-        self.stats.block(judged, kept)
+        self.counters.block(judged, kept)
 
     def push(self, item: Item, row: Row, *, checked: bool = True) -> bool:
         """Emit one token that was judged by `row`; False once the text is complete.
@@ -127,10 +127,10 @@ class Run:
         drafted = item.tier == "draft"
         self.tokens.append(item.token)
         self.remaining -= 1
-        self.stats.accepted += drafted
-        self.stats.evaluated += drafted + item.replaced
-        self.stats.checked += checked
-        self.stats.emitted(item.tier)
+        self.counters.accepted += drafted
+        self.counters.evaluated += drafted + item.replaced
+        self.counters.checked += checked
+        self.counters.emitted(item.tier)
         if not self.emit(item.token, item.tier, row) or self.remaining <= 0:
             self.done = True
         return not self.done
@@ -138,7 +138,7 @@ class Run:
     def end_round(self) -> None:
         """Drop the KV of rejected tokens and count the round."""
         self.truncate(len(self.tokens))
-        self.stats.rounds += 1
+        self.counters.rounds += 1
 
     def truncate(self, length: int) -> None:
         """Cut all caches back to a sequence of `length` tokens, of which the last is not fed yet."""

@@ -87,7 +87,7 @@ class Processor:
 
     def best(self, row: Row, context: Sequence[int], draft: Sequence[int] = ()) -> int:
         """The greedy token of a row that follows `context` and then `draft`."""
-        return row.best if self.needs_only_best else int(self._penalised(row, context, draft).argmax())
+        return row.argmax() if self.needs_only_best else int(self._penalised(row, context, draft).argmax())
 
     def probabilities(self, row: Row, context: Sequence[int], draft: Sequence[int] = ()) -> np.ndarray:
         """Probabilities of a row that follows `context` and then `draft`, float64 [vocab]; needs temperature > 0."""

@@ -1,12 +1,12 @@
-"""What a generation counted and measured (docs/statistics.md)."""
+"""What a generation counted and measured (docs/statistics.md): counters while it runs, statistics at its end."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
-#: Where an emitted token's authority comes from.
+#: Where an emitted token's authority comes from: the drafter, the slim-verifier, the full verifier.
 TOKEN_TIERS = ("draft", "slim", "full")
 
 
@@ -25,13 +25,101 @@ class JudgedMargin:
     agreed: bool
 
 
-@dataclass
-class Stats:
-    """Counts and times of one generation; times in seconds, `to_json` gives milliseconds.
+@dataclass(frozen=True)
+class Divergence:
+    """How far `routed` is from the full verifier, over the tokens that the slim-verifier accepted alone.
 
-    `evaluated` counts drafted tokens some verifier judged, `accepted` those of them that were kept; both stop at the
-    token that ended the text.
+    Attributes:
+        checked: number of these tokens that the full verifier has judged since.
+        disagreed: sum over them of the disagreement, 0 to 1 each: greedy, 1 where the full verifier's token differs;
+            sampling, one minus the overlap of the two distributions.
+        rate: disagreed / checked; None if nothing was checked.
     """
+
+    checked: int
+    disagreed: float
+    rate: float | None
+
+
+@dataclass(frozen=True)
+class Times:
+    """Where the time went, in milliseconds.
+
+    Attributes:
+        prefill: forward passes of the full verifier over the prompt.
+        draft, slim, full: forward passes of each tier after that.
+        host: everything outside the engines.
+        total: all of it, without what the reader of a stream took between chunks.
+    """
+
+    prefill: float
+    draft: float
+    slim: float
+    full: float
+    host: float
+    total: float
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a finished generation counted and measured.
+
+    `evaluated_tokens` and `accepted_tokens` stop at the token that ended the text.
+
+    Attributes:
+        mode: the decoding mode that ran; `auto` is resolved.
+        emitted_tokens: tokens of the answer.
+        rounds: rounds of the mode; the first one emits the token that follows the prompt.
+        drafted_tokens: tokens that the drafter proposed.
+        evaluated_tokens: drafted tokens that a verifier judged.
+        accepted_tokens: those of them that were kept.
+        rejection_rate: 1 - accepted / evaluated, judged by the tier that decided; None if nothing was evaluated.
+        mean_accepted_length: accepted tokens per round with a draft; None without such a round.
+        accepted_by_position: per position in a drafted block, the share that was accepted of those judged there.
+        tier_counts: emitted tokens by the tier they came from, see `TOKEN_TIERS`.
+        escalations: times the router went to the full verifier.
+        escalation_rate: escalations per emitted token.
+        draft_calls, slim_calls, full_calls: forward passes of each tier, the prompt's included.
+        full_tokens: positions fed to the full verifier.
+        reused_prefix_tokens: tokens of the prompt whose KV was cached by an earlier request.
+        checked_by_full: share of the emitted tokens that the full verifier has judged; None if none was emitted.
+        divergence: of `routed`; see `Divergence`.
+        time_ms: see `Times`.
+        ttft_ms: milliseconds to the first token.
+        tokens_per_s: (emitted - 1) per second after the first token; None for fewer than two tokens.
+    """
+
+    mode: str
+    emitted_tokens: int
+    rounds: int
+    drafted_tokens: int
+    evaluated_tokens: int
+    accepted_tokens: int
+    rejection_rate: float | None
+    mean_accepted_length: float | None
+    accepted_by_position: list[float]
+    tier_counts: dict[str, int]
+    escalations: int
+    escalation_rate: float
+    draft_calls: int
+    slim_calls: int
+    full_calls: int
+    full_tokens: int
+    reused_prefix_tokens: int
+    checked_by_full: float | None
+    divergence: Divergence
+    time_ms: Times
+    ttft_ms: float
+    tokens_per_s: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The `stats` object of `generate --json`: the fields by name."""
+        return asdict(self)
+
+
+@dataclass
+class Counters:
+    """Counts and times of a running generation, times in seconds; see `Statistics` for what each becomes."""
 
     mode: str
     rounds: int = 0
@@ -73,56 +161,51 @@ class Stats:
             self.kept_at[j] += j < kept
 
     def pause(self, seconds: float) -> None:
-        """Leave out time that just went by: whoever reads the text had the thread."""
+        """Leave out time that just went by: the reader of the text had the thread."""
         if self.ended is None:
             self.started += seconds
             if self.first_token_at is not None:
                 self.first_token_at += seconds
 
-    def finish(self) -> None:
+    def stop(self) -> None:
+        """Stop the clock: the text is complete."""
         self.ended = perf_counter()
 
     @property
     def emitted_tokens(self) -> int:
         return sum(self.tier_counts.values())
 
-    def to_json(self) -> dict[str, Any]:
-        """The `stats` object of `generate --json`."""
+    def statistics(self) -> Statistics:
+        """The result."""
         emitted = self.emitted_tokens
         ended = self.ended if self.ended is not None else perf_counter()
         total = ended - self.started
         ttft = (self.first_token_at or ended) - self.started
         decode = total - ttft
-        engine = sum(self.seconds.values())
-        return {
-            "mode": self.mode,
-            "emitted_tokens": emitted,
-            "rounds": self.rounds,
-            "drafted_tokens": self.drafted,
-            "evaluated_tokens": self.evaluated,
-            "accepted_tokens": self.accepted,
-            "rejection_rate": 1 - self.accepted / self.evaluated if self.evaluated else None,
-            "mean_accepted_length": self.accepted / self.draft_rounds if self.draft_rounds else None,
-            "accepted_by_position": [k / n for k, n in zip(self.kept_at, self.judged_at, strict=True)],
-            "tier_counts": dict(self.tier_counts),
-            "escalations": self.escalations,
-            "escalation_rate": self.escalations / emitted if emitted else 0.0,
-            "draft_calls": self.draft_calls,
-            "slim_calls": self.slim_calls,
-            "full_calls": self.full_calls,
-            "full_tokens": self.full_tokens,
-            "reused_prefix_tokens": self.reused_prefix,
-            "checked_by_full": self.checked / emitted if emitted else None,
-            "divergence": {
-                "checked": self.audited,
-                "disagreed": self.disagreement,
-                "rate": self.disagreement / self.audited if self.audited else None,
-            },
-            "time_ms": {
-                **{name: 1e3 * value for name, value in self.seconds.items()},
-                "host": 1e3 * max(0.0, total - engine),
-                "total": 1e3 * total,
-            },
-            "ttft_ms": 1e3 * ttft,
-            "tokens_per_s": (emitted - 1) / decode if emitted > 1 and decode > 0 else None,
-        }
+        in_engine = {name: 1e3 * value for name, value in self.seconds.items()}
+        host = 1e3 * max(0.0, total - sum(self.seconds.values()))
+        rate = self.disagreement / self.audited if self.audited else None
+        return Statistics(
+            mode=self.mode,
+            emitted_tokens=emitted,
+            rounds=self.rounds,
+            drafted_tokens=self.drafted,
+            evaluated_tokens=self.evaluated,
+            accepted_tokens=self.accepted,
+            rejection_rate=1 - self.accepted / self.evaluated if self.evaluated else None,
+            mean_accepted_length=self.accepted / self.draft_rounds if self.draft_rounds else None,
+            accepted_by_position=[k / n for k, n in zip(self.kept_at, self.judged_at, strict=True)],
+            tier_counts=dict(self.tier_counts),
+            escalations=self.escalations,
+            escalation_rate=self.escalations / emitted if emitted else 0.0,
+            draft_calls=self.draft_calls,
+            slim_calls=self.slim_calls,
+            full_calls=self.full_calls,
+            full_tokens=self.full_tokens,
+            reused_prefix_tokens=self.reused_prefix,
+            checked_by_full=self.checked / emitted if emitted else None,
+            divergence=Divergence(self.audited, self.disagreement, rate),
+            time_ms=Times(**in_engine, host=host, total=1e3 * total),
+            ttft_ms=1e3 * ttft,
+            tokens_per_s=(emitted - 1) / decode if emitted > 1 and decode > 0 else None,
+        )

@@ -27,20 +27,29 @@ class DeviceRow:
         fetch: brings the logits to the host, float32 [vocab].
     """
 
-    __slots__ = ("_candidate", "_fetch", "_gap", "_logits", "best", "margin", "mass")
+    __slots__ = ("_argmax", "_candidate", "_fetch", "_gap", "_logits", "_margin", "_sum_exp")
 
     def __init__(self, numbers: Sequence[float], candidate: int, fetch: Callable[[], np.ndarray]) -> None:
-        self.best, self.mass = int(numbers[BEST]), max(1.0, numbers[MASS])
-        self.margin, self._gap = numbers[MARGIN], numbers[GAP]
+        self._argmax, self._sum_exp = int(numbers[BEST]), max(1.0, numbers[MASS])
+        self._margin, self._gap = numbers[MARGIN], numbers[GAP]
         self._candidate, self._fetch = candidate, fetch
         self._logits: np.ndarray | None = None
+
+    def argmax(self) -> int:
+        return self._argmax
+
+    def sum_exp(self) -> float:
+        return self._sum_exp
+
+    def margin(self) -> float:
+        return self._margin
 
     def gap(self, token: int) -> float:
         if token == self._candidate:
             return self._gap
-        if token == self.best:
+        if token == self._argmax:
             return 0.0
-        return float(self.logits[token]) - float(self.logits[self.best])
+        return float(self.logits[token]) - float(self.logits[self._argmax])
 
     @property
     def logits(self) -> np.ndarray:

@@ -11,21 +11,18 @@ import numpy as np
 class Row(Protocol):
     """One row of logits l, wherever they lie; the next pass over the same KV buffers makes it void."""
 
-    @property
-    def best(self) -> int:
+    def argmax(self) -> int:
         """The token with the largest logit, the first of equals."""
         ...
 
-    @property
-    def mass(self) -> float:
-        """Sum of exp(l - max l) over the vocabulary: 1 / mass is the probability of `best` at temperature 1."""
+    def sum_exp(self) -> float:
+        """Sum of exp(l - max l) over the vocabulary: 1 over the likeliest token's probability at temperature 1."""
         ...
 
     def gap(self, token: int) -> float:
         """l[token] - max l: 0 for the likeliest token, less for any other."""
         ...
 
-    @property
     def margin(self) -> float:
         """The largest logit less the second largest: 0 where two are equal."""
         ...
@@ -37,7 +34,7 @@ class Row(Protocol):
 
 
 class HostRow:
-    """A row in host memory; see `Row`.
+    """A row in host memory; see `Row`. Each method scans the vocabulary: the next pass changes what `logits` holds.
 
     Args:
         logits: float32 [vocab].
@@ -48,17 +45,14 @@ class HostRow:
     def __init__(self, logits: np.ndarray) -> None:
         self.logits = logits
 
-    @property
-    def best(self) -> int:
+    def argmax(self) -> int:
         return int(self.logits.argmax())
 
-    @property
-    def mass(self) -> float:
+    def sum_exp(self) -> float:
         return float(np.exp(self.logits - self.logits.max()).sum())
 
-    @property
     def margin(self) -> float:
-        best = self.best
+        best = self.argmax()
         others = (self.logits[:best], self.logits[best + 1 :])
         return float(self.logits[best]) - max(float(part.max(initial=-np.inf)) for part in others)
 

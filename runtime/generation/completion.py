@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from via_sd.runtime.decoding.statistics import JudgedMargin
+from via_sd.runtime.decoding.statistics import JudgedMargin, Statistics
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Completion:
     tiers: list[str]
     finish_reason: str
     prompt_tokens: int
-    stats: dict[str, Any]
+    stats: Statistics
     seed: int
     logprobs: list[TokenLogprobs] | None = field(default=None)
     margins: list[JudgedMargin] = field(default_factory=list, repr=False)
@@ -64,7 +64,7 @@ class Completion:
             "finish_reason": self.finish_reason,
             "prompt_tokens": self.prompt_tokens,
             "seed": self.seed,
-            "stats": self.stats,
+            "stats": self.stats.to_json(),
         }
         if self.logprobs is not None:
             data["logprobs"] = [{"logprob": t.logprob, "top": [list(pair) for pair in t.top]} for t in self.logprobs]

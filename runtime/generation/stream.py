@@ -16,7 +16,7 @@ from via_sd.runtime.decoding.modes import MODES
 from via_sd.runtime.decoding.router import DivergenceGuard
 from via_sd.runtime.decoding.run import Run
 from via_sd.runtime.decoding.sampling import Processor, SamplingParams
-from via_sd.runtime.decoding.statistics import Stats
+from via_sd.runtime.decoding.statistics import Counters
 from via_sd.runtime.engines.protocol import FULL
 from via_sd.runtime.engines.rows import Row
 from via_sd.runtime.generation.completion import Chunk, Completion, TokenLogprobs
@@ -66,32 +66,32 @@ def _generate(
     pipeline: Pipeline, prompt: list[int], config: GenerationConfig, cancel: threading.Event, ended: list[Completion]
 ) -> Generator[Chunk, None, None]:
     """Chunks of one generation, which is put into `ended` behind the last."""
-    stats, sampling = Stats(config.mode), config.sampling()
+    counters, sampling = Counters(config.mode), config.sampling()
     output = _Output(pipeline, config)
     with pipeline.caches(prompt) as caches:
-        stats.reused_prefix = caches.reused
-        run = _new_run(pipeline, caches, prompt, config, sampling, output, stats)
+        counters.reused_prefix = caches.reused
+        run = _new_run(pipeline, caches, prompt, config, sampling, output, counters)
         rounds = MODES[config.mode](run)
         for _ in rounds:
-            if stats.rounds <= 1:
-                stats.seconds["prefill"] = caches.verifier.usage[FULL].seconds
+            if counters.rounds <= 1:
+                counters.seconds["prefill"] = caches.verifier.usage[FULL].seconds
             if not run.done and cancel.is_set():
                 output.reason = "cancelled"
             elif run.done and output.reason is None:
                 output.reason = "length"
             if output.reason is not None:
-                _account(stats, run, caches)
+                _account(counters, run, caches)
             # Between rounds the buffers agree with the tokens, so they are worth keeping if nobody comes back.
             caches.tokens = run.tokens
             chunk, left = output.chunk(), perf_counter()
             yield chunk
-            stats.pause(perf_counter() - left)
+            counters.pause(perf_counter() - left)
             caches.tokens = []
             if output.reason == "cancelled":
                 break
         rounds.close()
         caches.tokens = run.tokens
-    ended.append(output.completion(len(prompt), stats, sampling.seed))
+    ended.append(output.completion(len(prompt), counters, sampling.seed))
 
 
 class _Output:
@@ -130,7 +130,7 @@ class _Output:
             self.reason = "stop"
         return Chunk(text, self._token_ids[start:], self._tiers[start:], self.reason)
 
-    def completion(self, prompt_tokens: int, stats: Stats, seed: int) -> Completion:
+    def completion(self, prompt_tokens: int, counters: Counters, seed: int) -> Completion:
         """Everything; needs an end."""
         assert self.reason is not None
         return Completion(
@@ -139,10 +139,10 @@ class _Output:
             tiers=self._tiers,
             finish_reason=self.reason,
             prompt_tokens=prompt_tokens,
-            stats=stats.to_json(),
+            stats=counters.statistics(),
             seed=seed,
             logprobs=self._logprobs,
-            margins=stats.margins,
+            margins=counters.margins,
         )
 
 
@@ -153,7 +153,7 @@ def _new_run(
     config: GenerationConfig,
     sampling: SamplingParams,
     output: _Output,
-    stats: Stats,
+    counters: Counters,
 ) -> Run:
     processor = Processor(sampling)
     return Run(
@@ -163,7 +163,7 @@ def _new_run(
         gamma=AdaptiveGamma(pipeline.step_cost, fixed=config.gamma),
         processor=processor,
         emit=output.emit,
-        stats=stats,
+        counters=counters,
         remaining=min(config.max_new_tokens, pipeline.capacity - len(prompt)),
         capacity=pipeline.capacity,
         costs=pipeline.step_cost,
@@ -179,20 +179,20 @@ def _new_run(
     )
 
 
-def _account(stats: Stats, run: Run, caches: SequenceCaches) -> None:
+def _account(counters: Counters, run: Run, caches: SequenceCaches) -> None:
     """Read the meters once, when the text is complete."""
     full = caches.verifier.usage[FULL]
-    stats.full_calls, stats.full_tokens = full.calls, full.tokens
-    stats.seconds["full"] = full.seconds - stats.seconds["prefill"]
+    counters.full_calls, counters.full_tokens = full.calls, full.tokens
+    counters.seconds["full"] = full.seconds - counters.seconds["prefill"]
     if run.slim != FULL:
         slim = caches.verifier.usage[run.slim]
-        stats.slim_calls, stats.seconds["slim"] = slim.calls, slim.seconds
-    stats.draft_calls, stats.seconds["draft"] = run.drafter.calls, run.drafter.seconds
-    stats.finish()
+        counters.slim_calls, counters.seconds["slim"] = slim.calls, slim.seconds
+    counters.draft_calls, counters.seconds["draft"] = run.drafter.calls, run.drafter.seconds
+    counters.stop()
 
 
 def _logprobs(row: Row, token: int, alternatives: int) -> TokenLogprobs:
-    normaliser = math.log(row.mass)
+    normaliser = math.log(row.sum_exp())
     top: list[tuple[int, float]] = []
     if alternatives:
         logits = row.logits

@@ -50,18 +50,18 @@ class Channel:
     def finish(self, piece: Piece, outcome: Outcome) -> None:
         """The last response: with `stream` the text not sent yet, else all of it, and the statistics."""
         stats = outcome.stats
-        text = piece if self.stream else Piece(outcome.text, stats["emitted_tokens"])
-        drafted, accepted = stats["drafted_tokens"], stats["accepted_tokens"]
+        text = piece if self.stream else Piece(outcome.text, stats.emitted_tokens)
+        drafted, accepted = stats.drafted_tokens, stats.accepted_tokens
         tensors = [
             *self._text(text.text, text.tokens),
             _tensor("finish_reason", outcome.finish_reason),
-            _tensor("mode_used", stats["mode"]),
+            _tensor("mode_used", stats.mode),
             _tensor("acceptance_rate", accepted / drafted if drafted else 0.0),
             _tensor("total_accepted_draft_tokens", accepted),
             _tensor("total_draft_tokens", drafted),
-            *(_tensor(f"{tier}_tier_tokens", count) for tier, count in stats["tier_counts"].items()),
-            _tensor("escalations", stats["escalations"]),
-            _tensor("checked_by_full", stats["checked_by_full"] or 0.0),
+            *(_tensor(f"{tier}_tier_tokens", count) for tier, count in stats.tier_counts.items()),
+            _tensor("escalations", stats.escalations),
+            _tensor("checked_by_full", stats.checked_by_full or 0.0),
         ]
         if outcome.log_probs is not None:
             beam = np.array([[outcome.log_probs]], dtype=np.float32)  # a batch of one request, of one beam

@@ -75,12 +75,12 @@ class Metrics:
         """Counts a request that was answered."""
         stats = outcome.stats
         for tier in TOKEN_TIERS:
-            self._add("tokens_total", stats["tier_counts"][tier], tier=tier)
-        self._add("drafted_tokens_total", stats["drafted_tokens"])
-        self._add("accepted_tokens_total", stats["accepted_tokens"])
-        self._add("escalations_total", stats["escalations"])
-        self._add("audited_tokens_total", stats["divergence"]["checked"])
-        self._add("disagreed_tokens_total", stats["divergence"]["disagreed"])
+            self._add("tokens_total", stats.tier_counts[tier], tier=tier)
+        self._add("drafted_tokens_total", stats.drafted_tokens)
+        self._add("accepted_tokens_total", stats.accepted_tokens)
+        self._add("escalations_total", stats.escalations)
+        self._add("audited_tokens_total", stats.divergence.checked)
+        self._add("disagreed_tokens_total", stats.divergence.disagreed)
         waited = (job.started or job.submitted) - job.submitted
         self._add("queue_us_total", round(1e6 * waited))
         if job.first_token is not None:

@@ -16,6 +16,8 @@ from enum import Enum
 from functools import partial
 from typing import Any, Protocol
 
+from via_sd.runtime.decoding.statistics import Statistics
+
 
 class Reason(Enum):
     """Why a request ended without an answer."""
@@ -52,7 +54,7 @@ class Outcome:
     text: str
     finish_reason: str
     prompt_tokens: int
-    stats: dict[str, Any]
+    stats: Statistics
     log_probs: list[float] | None = None
 
 

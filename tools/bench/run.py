@@ -11,7 +11,7 @@ from typing import Any
 from via_sd.errors import RequestError
 from via_sd.progress import Progress, no_progress
 from via_sd.runtime import GenerationConfig, Pipeline
-from via_sd.runtime.decoding.statistics import TOKEN_TIERS, JudgedMargin
+from via_sd.runtime.decoding.statistics import TOKEN_TIERS, JudgedMargin, Statistics
 from via_sd.tools.bench.prompts import Prompt
 
 PLAIN = "plain"
@@ -30,8 +30,14 @@ class Sample:
     prompt: int
     repeat: int
     token_ids: list[int]
-    stats: dict[str, Any]
+    stats: Statistics
     margins: list[JudgedMargin]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of a generation of two tokens or more, which is what a bench asks for."""
+        assert self.stats.tokens_per_s is not None
+        return self.stats.tokens_per_s
 
 
 def run_bench(
@@ -93,29 +99,21 @@ def summarise(samples: Sequence[Sample], prompts: Sequence[Prompt]) -> dict[str,
 
 
 def _figures(chosen: Sequence[Sample], plain: dict[tuple[int, int], Sample]) -> dict[str, Any]:
-    speeds = _by_prompt(chosen, lambda s: float(s.stats["tokens_per_s"]))
-    ratios = _by_prompt(chosen, lambda s: s.stats["tokens_per_s"] / plain[s.prompt, s.repeat].stats["tokens_per_s"])
-    count = {
-        key: sum(s.stats[key] for s in chosen)
-        for key in ("emitted_tokens", "evaluated_tokens", "accepted_tokens", "escalations", "full_calls", "slim_calls")
-    }
-    checked = sum(s.stats["divergence"]["checked"] for s in chosen)
-    disagreed = sum(s.stats["divergence"]["disagreed"] for s in chosen)
-    total = sum(s.stats["time_ms"]["total"] for s in chosen)
+    speeds = _by_prompt(chosen, lambda s: s.tokens_per_s)
+    ratios = _by_prompt(chosen, lambda s: s.tokens_per_s / plain[s.prompt, s.repeat].tokens_per_s)
+    runs = [s.stats for s in chosen]
+    emitted, evaluated = sum(run.emitted_tokens for run in runs), sum(run.evaluated_tokens for run in runs)
+    checked = sum(run.divergence.checked for run in runs)
     return {
         "tokens_per_s": _spread(speeds),
         "over_plain": _spread(ratios),
-        "rejection_rate": 1 - count["accepted_tokens"] / count["evaluated_tokens"]
-        if count["evaluated_tokens"]
-        else None,
-        "tiers": {
-            tier: sum(s.stats["tier_counts"][tier] for s in chosen) / count["emitted_tokens"] for tier in TOKEN_TIERS
-        },
-        "full_calls_per_token": count["full_calls"] / count["emitted_tokens"],
-        "slim_calls_per_token": count["slim_calls"] / count["emitted_tokens"],
-        "escalation_rate": count["escalations"] / count["emitted_tokens"],
-        "divergence": disagreed / checked if checked else None,
-        "host_share": sum(s.stats["time_ms"]["host"] for s in chosen) / total,
+        "rejection_rate": 1 - sum(run.accepted_tokens for run in runs) / evaluated if evaluated else None,
+        "tiers": {tier: sum(run.tier_counts[tier] for run in runs) / emitted for tier in TOKEN_TIERS},
+        "full_calls_per_token": sum(run.full_calls for run in runs) / emitted,
+        "slim_calls_per_token": sum(run.slim_calls for run in runs) / emitted,
+        "escalation_rate": sum(run.escalations for run in runs) / emitted,
+        "divergence": sum(run.divergence.disagreed for run in runs) / checked if checked else None,
+        "host_share": sum(run.time_ms.host for run in runs) / sum(run.time_ms.total for run in runs),
         "equal_to_plain": sum(s.token_ids == plain[s.prompt, s.repeat].token_ids for s in chosen) / len(chosen),
     }
 

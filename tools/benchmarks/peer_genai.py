@@ -112,10 +112,11 @@ def _round(
     ids = pipeline.encode(prompt.text)
     note("genai plain", peer.decode(ids, length)[0])
     for mode in _OURS:
-        stats: dict[str, Any] = pipeline.generate(prompt.text, mode=mode, max_new_tokens=length, ignore_eos=True).stats
-        note(mode, stats["tokens_per_s"])
-        decode_ms = stats["time_ms"]["total"] - stats["ttft_ms"]
-        host[mode].append(stats["time_ms"]["host"] / decode_ms)
+        stats = pipeline.generate(prompt.text, mode=mode, max_new_tokens=length, ignore_eos=True).stats
+        assert stats.tokens_per_s is not None
+        note(mode, stats.tokens_per_s)
+        decode_ms = stats.time_ms.total - stats.ttft_ms
+        host[mode].append(stats.time_ms.host / decode_ms)
     for setting in NGRAM_SETTINGS:
         note(f"genai n-gram {setting}", peer.decode(ids, length, setting)[0])
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from via_sd.runtime import Pipeline
+from via_sd.runtime import Completion, Pipeline
 from via_sd.tools.bench.prompts import Prompt, read_prompts
 from via_sd.tools.commands.console import command, out, progress_bar
 from via_sd.tools.commands.demo import PROMPTS
@@ -75,22 +75,22 @@ def main(
     out.print(table)
 
 
-def _generate(pipeline: Pipeline, prompt: Prompt, mode: str, length: int, gamma: int | None) -> Any:
+def _generate(pipeline: Pipeline, prompt: Prompt, mode: str, length: int, gamma: int | None) -> Completion:
     return pipeline.generate(prompt.text, mode=mode, max_new_tokens=length, ignore_eos=True, gamma=gamma, logprobs=2)
 
 
-def _speed(runs: list[Any]) -> float:
+def _speed(runs: list[Completion]) -> float:
     """Tokens per second over all prompts together."""
-    tokens = sum(run.stats["emitted_tokens"] - 1 for run in runs)
-    return float(tokens / sum((run.stats["emitted_tokens"] - 1) / run.stats["tokens_per_s"] for run in runs))
+    tokens = sum(run.stats.emitted_tokens - 1 for run in runs)
+    return tokens / sum((run.stats.time_ms.total - run.stats.ttft_ms) / 1e3 for run in runs)
 
 
-def _by_position(runs: list[Any]) -> str:
+def _by_position(runs: list[Completion]) -> str:
     """Mean over the prompts of how often the j-th token of a block was accepted after those before it were."""
-    longest = max(len(run.stats["accepted_by_position"]) for run in runs)
+    longest = max(len(run.stats.accepted_by_position) for run in runs)
     shares = []
     for j in range(longest):
-        rates = [r.stats["accepted_by_position"][j] for r in runs if len(r.stats["accepted_by_position"]) > j]
+        rates = [r.stats.accepted_by_position[j] for r in runs if len(r.stats.accepted_by_position) > j]
         shares.append(f"{sum(rates) / len(rates):.0%}")
     return " ".join(shares)
 

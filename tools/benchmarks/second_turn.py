@@ -44,7 +44,7 @@ def second_turn(
             answer = pipeline.generate(first, mode="plain", max_new_tokens=24).text
             second = [*first, {"role": "assistant", "content": answer}, {"role": "user", "content": _QUESTION}]
             found = pipeline.generate(second, mode="plain", max_new_tokens=1, ignore_eos=True)
-            waited[name].append(found.stats["ttft_ms"])
+            waited[name].append(found.stats.ttft_ms)
             prompt_tokens = found.prompt_tokens
     ratio = statistics.median(b / a for a, b in zip(waited["with"], waited["without"], strict=True))
     for name, values in waited.items():

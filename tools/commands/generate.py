@@ -96,7 +96,7 @@ def generate(
         out.print()
     err.print(summary(stream.completion), highlight=False)
     done = stream.completion
-    if done.stats["mode"] == "routed" and done.stats["slim_calls"] == 0:
+    if done.stats.mode == "routed" and done.stats.slim_calls == 0:
         resolved = pipeline.resolve(config)
         shut = pipeline.router(resolved).shut
         reason = f"nothing was calibrated for a divergence of {resolved.max_divergence:g}" if shut else "it did not pay"

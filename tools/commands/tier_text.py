@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
@@ -26,18 +24,16 @@ def show(chunk: Chunk) -> None:
 
 def summary(completion: Completion) -> Text:
     """One line: speed, acceptance, tier shares in their colours."""
-    stats: dict[str, Any] = completion.stats
-    emitted = stats["emitted_tokens"]
-    parts = [f"{stats['mode']}: {emitted} tokens"]
-    if stats["tokens_per_s"] is not None:
-        parts.append(f"{stats['tokens_per_s']:.1f} tok/s")
-    if stats["evaluated_tokens"]:
-        parts.append(f"{stats['accepted_tokens']} of {stats['evaluated_tokens']} drafted tokens accepted")
-    if stats["divergence"]["rate"] is not None:
-        parts.append(
-            f"divergence {stats['divergence']['rate']:.1%} over {stats['divergence']['checked']} audited tokens"
-        )
+    stats = completion.stats
+    emitted = stats.emitted_tokens
+    parts = [f"{stats.mode}: {emitted} tokens"]
+    if stats.tokens_per_s is not None:
+        parts.append(f"{stats.tokens_per_s:.1f} tok/s")
+    if stats.evaluated_tokens:
+        parts.append(f"{stats.accepted_tokens} of {stats.evaluated_tokens} drafted tokens accepted")
+    if stats.divergence.rate is not None:
+        parts.append(f"divergence {stats.divergence.rate:.1%} over {stats.divergence.checked} audited tokens")
     text = Text(" | ".join(parts) + " | ", style="dim")
-    for tier, count in stats["tier_counts"].items():
+    for tier, count in stats.tier_counts.items():
         text.append(f"{tier} {count / emitted:.0%} ", style=TIER_STYLES[tier])
     return text.append(f"| {completion.finish_reason}", style="dim")

@@ -135,7 +135,7 @@ def test_nothing_is_rejected_where_the_lower_tiers_have_the_law_of_full(mode: st
     for seed in range(10):
         stream = pipeline.stream("abc", mode=mode, seed=seed, gamma=4, temperature=1.0, max_new_tokens=100, raw=True)
         lengths = [len(chunk.token_ids) for chunk in stream]
-        assert stream.completion.stats["rejection_rate"] == 0
+        assert stream.completion.stats.rejection_rate == 0
         if mode == "cascade":
             assert min(lengths[1:-1]) > 2
 

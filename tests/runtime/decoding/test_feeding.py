@@ -15,6 +15,7 @@ import pytest
 from tests.support.pipelines import LETTERS, ScriptedDrafter, WatchedPipeline, table_pipeline
 from tests.support.table_engine import Call, TableEngine, scripted_logits
 from via_sd.runtime import Chunk
+from via_sd.runtime.decoding.statistics import Statistics
 from via_sd.runtime.generation.stream import CompletionStream
 
 VOCAB = 26
@@ -66,7 +67,7 @@ class Scene:
         lengths = self.pipeline.current.verifier.lengths
         return lengths["full"], lengths["slim"], lengths["deep"]
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Statistics:
         for _ in self.stream:
             pass
         return self.stream.completion.stats
@@ -109,7 +110,7 @@ def test_an_accepted_block_ends_the_round_where_slim_is_unsure_of_its_own_token(
     assert scene.round() == ("e", ["full"])
     assert scene.fed() == [call("slim", "d", 3, 1), call("full", "bcd", 1, 3)]
     assert scene.lengths == (4, 4, 4)
-    assert scene.stats()["escalations"] == 1
+    assert scene.stats().escalations == 1
 
 
 def test_regenerate_emits_the_draft_before_it_and_slims_token_and_voids_the_rest(tmp_path: Path) -> None:
@@ -121,12 +122,12 @@ def test_regenerate_emits_the_draft_before_it_and_slims_token_and_voids_the_rest
     assert scene.fed() == [call("slim", "bcdef", 1, 5)]
     assert scene.lengths == (1, 4, 4)
     stats = scene.stats()
-    assert (stats["drafted_tokens"], stats["evaluated_tokens"], stats["accepted_tokens"]) == (4, 3, 2)
-    assert stats["rejection_rate"] == pytest.approx(1 / 3)
-    assert stats["mean_accepted_length"] == 2
-    assert stats["accepted_by_position"] == [1, 1, 0]
-    assert stats["tier_counts"] == {"draft": 2, "slim": 1, "full": 1}
-    assert stats["checked_by_full"] == 0.25
+    assert (stats.drafted_tokens, stats.evaluated_tokens, stats.accepted_tokens) == (4, 3, 2)
+    assert stats.rejection_rate == pytest.approx(1 / 3)
+    assert stats.mean_accepted_length == 2
+    assert stats.accepted_by_position == [1, 1, 0]
+    assert stats.tier_counts == {"draft": 2, "slim": 1, "full": 1}
+    assert stats.checked_by_full == 0.25
 
 
 def test_escalate_feeds_full_what_is_not_cached_and_the_whole_rest_of_the_block(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_an_exact_mode_emits_what_plain_emits_on_a_real_engine(
         finally:
             pipeline.replacement = None
         assert_equal_or_near_tie(pipeline, prompt, plain.token_ids, found.token_ids, penalty)
-        accepted += found.stats["accepted_tokens"]
+        accepted += found.stats.accepted_tokens
     assert accepted > 0
 
 

@@ -100,8 +100,8 @@ def test_the_wider_the_calibrated_margin_the_less_stands_on_slims_word(tmp_path:
                 prompt, mode="routed", router="calibrated", raw=True, max_new_tokens=120, max_divergence=limit,
                 audit_tail=True,
             ).stats  # fmt: skip
-            audited += stats["divergence"]["checked"]
-            apart += stats["divergence"]["disagreed"]
+            audited += stats.divergence.checked
+            apart += stats.divergence.disagreed
         return audited, apart / max(1, audited)
 
     pipeline.verifier.buffers.clear()
@@ -175,8 +175,8 @@ def test_a_limit_on_divergence_lowers_it(tmp_path: Path) -> None:
                 prompt, mode="routed", raw=True, max_new_tokens=120, alpha2=0.9, alpha1=0.9, max_divergence=limit,
                 audit_tail=True, max_lag=24, router="paper",
             )  # fmt: skip
-            disagreed += found.stats["divergence"]["disagreed"]
-            emitted += found.stats["emitted_tokens"]
+            disagreed += found.stats.divergence.disagreed
+            emitted += found.stats.emitted_tokens
         return disagreed / emitted
 
     loose, limited, strict = divergence(None), divergence(0.1), divergence(0.02)

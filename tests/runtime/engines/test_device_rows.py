@@ -17,8 +17,8 @@ def test_logits_are_fetched_once_and_only_for_a_token_nothing_is_known_of():
         return logits[row]
 
     first, second = device_rows(np.array([[1, 1.18, -3, 2], [2, 1.07, -4, 3]], np.float32), [0, 1], fetch)
-    assert (first.best, first.gap(1), first.gap(0), first.margin) == (1, 0, -3, 2)
-    assert (second.best, second.mass, second.gap(1), second.margin) == (2, pytest.approx(1.07), -4, 3)
+    assert (first.argmax(), first.gap(1), first.gap(0), first.margin()) == (1, 0, -3, 2)
+    assert (second.argmax(), second.sum_exp(), second.gap(1), second.margin()) == (2, pytest.approx(1.07), -4, 3)
     assert fetched == []
     assert first.gap(2) == -2
     assert (first.logits == logits[0]).all()
@@ -35,7 +35,7 @@ def test_a_row_that_is_kept_outlives_what_is_written_over_it():
 
 def test_a_sum_that_a_device_rounds_below_one_is_one():
     (row,) = device_rows(np.array([[1, 0.999997, -30, 30]], np.float32), [0], lambda index: np.zeros(3, np.float32))
-    assert row.mass == 1
+    assert row.sum_exp() == 1
 
 
 @pytest.mark.parametrize("mass", [np.nan, 0.0])

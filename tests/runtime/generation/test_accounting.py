@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from via_sd.runtime.decoding.modes import _Audit
 from via_sd.runtime.decoding.router import RouterMargins
 from via_sd.runtime.decoding.run import Item, Run
 from via_sd.runtime.decoding.sampling import Processor, SamplingParams
+from via_sd.runtime.decoding.statistics import Divergence
 from via_sd.runtime.engines.rows import HostRow, Row
 from via_sd.runtime.generation.policy import Policy
 
@@ -131,40 +132,40 @@ def _check_ending(found: Completion, request: dict[str, Any], prompt: str, eos: 
 
 def _check_counts(found: Completion, engine: TableEngine, model: TableEngine, request: dict[str, Any]) -> None:
     stats, emitted = found.stats, len(found.token_ids)
-    assert stats["mode"] in MODES
-    assert stats["emitted_tokens"] == emitted == len(found.tiers) == sum(stats["tier_counts"].values())
-    assert {tier: found.tiers.count(tier) for tier in ("draft", "slim", "full")} == stats["tier_counts"]
+    assert stats.mode in MODES
+    assert stats.emitted_tokens == emitted == len(found.tiers) == sum(stats.tier_counts.values())
+    assert {tier: found.tiers.count(tier) for tier in ("draft", "slim", "full")} == stats.tier_counts
     assert found.tiers[0] == "full"
-    assert stats["accepted_tokens"] == stats["tier_counts"]["draft"]
-    assert stats["accepted_tokens"] <= stats["evaluated_tokens"] <= stats["drafted_tokens"]
-    if stats["evaluated_tokens"]:
-        assert stats["rejection_rate"] == pytest.approx(1 - stats["accepted_tokens"] / stats["evaluated_tokens"])
+    assert stats.accepted_tokens == stats.tier_counts["draft"]
+    assert stats.accepted_tokens <= stats.evaluated_tokens <= stats.drafted_tokens
+    if stats.evaluated_tokens:
+        assert stats.rejection_rate == pytest.approx(1 - stats.accepted_tokens / stats.evaluated_tokens)
     else:
-        assert stats["rejection_rate"] is None
-    assert stats["escalation_rate"] == pytest.approx(stats["escalations"] / emitted)
+        assert stats.rejection_rate is None
+    assert stats.escalation_rate == pytest.approx(stats.escalations / emitted)
     calls = engine.buffers[0].calls
     # A final audit comes after the statistics of the text; it is a measurement, not a part of it.
-    tail = calls[-1:] if request["audit_tail"] and stats["full_calls"] < sum(c.tier == "full" for c in calls) else []
+    tail = calls[-1:] if request["audit_tail"] and stats.full_calls < sum(c.tier == "full" for c in calls) else []
     told = calls[: len(calls) - len(tail)]
     full = [c for c in told if c.tier == "full"]
-    assert stats["full_calls"] == len(full)
-    assert stats["full_tokens"] == sum(len(c.tokens) for c in full)
-    assert stats["slim_calls"] == sum(c.tier == "slim" for c in told)
+    assert stats.full_calls == len(full)
+    assert stats.full_tokens == sum(len(c.tokens) for c in full)
+    assert stats.slim_calls == sum(c.tier == "slim" for c in told)
     drafting = [c for kv in model.buffers for c in kv.calls] or [c for c in told if c.tier == "deep"]
-    assert stats["draft_calls"] == len(drafting)
-    assert 1 <= stats["rounds"] <= emitted
-    if stats["mode"] in EXACT_MODES:
-        assert stats["checked_by_full"] == 1
-        assert stats["divergence"] == {"checked": 0, "disagreed": 0, "rate": None}
-    if stats["mode"] == "plain":
-        assert (stats["rounds"], stats["drafted_tokens"], stats["full_calls"]) == (emitted, 0, emitted)
-    if stats["mode"] == "routed" and request["keep_margins"]:
-        assert len(found.margins) == stats["divergence"]["checked"] + stats["escalations"]
+    assert stats.draft_calls == len(drafting)
+    assert 1 <= stats.rounds <= emitted
+    if stats.mode in EXACT_MODES:
+        assert stats.checked_by_full == 1
+        assert stats.divergence == Divergence(checked=0, disagreed=0, rate=None)
+    if stats.mode == "plain":
+        assert (stats.rounds, stats.drafted_tokens, stats.full_calls) == (emitted, 0, emitted)
+    if stats.mode == "routed" and request["keep_margins"]:
+        assert len(found.margins) == stats.divergence.checked + stats.escalations
     else:
         assert found.margins == []
-    if stats["mode"] == "routed" and request["audit_tail"] and found.finish_reason != "cancelled":
-        assert stats["checked_by_full"] == 1
-    times = stats["time_ms"]
+    if stats.mode == "routed" and request["audit_tail"] and found.finish_reason != "cancelled":
+        assert stats.checked_by_full == 1
+    times = asdict(stats.time_ms)
     assert min(times.values()) >= 0
     assert sum(times[k] for k in ("prefill", "draft", "slim", "full", "host")) == pytest.approx(
         times["total"], abs=1e-6
@@ -178,7 +179,7 @@ def _check_counts(found: Completion, engine: TableEngine, model: TableEngine, re
 
 def _check_divergence(found: Completion, logits: Any, request: dict[str, Any], prompt: list[int]) -> None:
     """Brute force, where full has judged every token: those that are not its argmax."""
-    if found.stats["mode"] != "routed" or found.stats["checked_by_full"] < 1:
+    if found.stats.mode != "routed" or found.stats.checked_by_full < 1:
         return
     processor = Processor(SamplingParams(repetition_penalty=request["repetition_penalty"]))
     apart = 0
@@ -187,7 +188,7 @@ def _check_divergence(found: Completion, logits: Any, request: dict[str, Any], p
         row = logits("full", tuple(before[-4:]), digest_of(before))
         apart += processor.best(HostRow(row), before) != token
     event("diverged" if apart else "did not diverge")
-    assert found.stats["divergence"]["disagreed"] == apart
+    assert found.stats.divergence.disagreed == apart
 
 
 def test_divergence_at_temperature_is_what_the_two_laws_do_not_share(
@@ -222,8 +223,8 @@ def test_divergence_at_temperature_is_what_the_two_laws_do_not_share(
                 for tier in ("full", "slim")
             )
             apart += 1 - float(np.minimum(full, slim).sum())
-        assert found.stats["divergence"]["checked"] == len(unchecked)
-        assert found.stats["divergence"]["disagreed"] == pytest.approx(apart)
+        assert found.stats.divergence.checked == len(unchecked)
+        assert found.stats.divergence.disagreed == pytest.approx(apart)
         audited += len(unchecked)
     assert audited > 300
 

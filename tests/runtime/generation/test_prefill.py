@@ -36,9 +36,9 @@ def test_every_chunk_but_the_last_yields_without_a_token(
     assert [chunk.token_ids for chunk in chunks[:3]] == [[], [], []]
     assert all(chunk.token_ids for chunk in chunks[3:])
     assert [len(call.tokens) for call in engine.buffers[0].calls[:4]] == [CHUNK] * 4
-    assert stream.completion.stats["rounds"] == len(chunks) - 3
+    assert stream.completion.stats.rounds == len(chunks) - 3
     assert "".join(chunk.text for chunk in chunks) == stream.completion.text
-    assert stream.completion.stats["time_ms"]["prefill"] > 0
+    assert stream.completion.stats.time_ms.prefill > 0
 
 
 @pytest.mark.parametrize("mode", ["speculative", "cascade", "routed"])
@@ -68,9 +68,9 @@ def test_a_cancelled_prompt_ends_behind_its_chunk_and_what_was_read_is_kept(
     found = stream.completion
     assert (found.token_ids, found.text, found.finish_reason, found.logprobs) == ([], "", "cancelled", [])
     assert len(engine.buffers[0].calls) == 2
-    assert (found.stats["emitted_tokens"], found.stats["tokens_per_s"]) == (0, None)
+    assert (found.stats.emitted_tokens, found.stats.tokens_per_s) == (0, None)
     again = pipeline.generate(PROMPT, raw=True, max_new_tokens=3)
-    assert again.stats["reused_prefix_tokens"] == 2 * CHUNK
+    assert again.stats.reused_prefix_tokens == 2 * CHUNK
 
 
 @pytest.mark.parametrize("kind", ["long", "short"])
@@ -83,10 +83,10 @@ def test_the_reader_s_time_is_not_the_stream_s(kind: str, pipeline: WatchedPipel
         away += 50
     stats = stream.completion.stats
     assert away >= 250
-    assert stats["time_ms"]["total"] < away / 2
-    assert stats["time_ms"]["host"] < away / 2
-    assert stats["ttft_ms"] < away / 2
-    assert stats["tokens_per_s"] > 1e3 * 5 / (away / 2)
+    assert stats.time_ms.total < away / 2
+    assert stats.time_ms.host < away / 2
+    assert stats.ttft_ms < away / 2
+    assert stats.tokens_per_s > 1e3 * 5 / (away / 2)
 
 
 def test_a_dropped_stream_gives_its_slot_back_at_once(engine: TableEngine, tmp_path: Path) -> None:
@@ -109,9 +109,9 @@ def test_the_prefill_of_a_cancelled_prompt_is_counted_as_such(pipeline: WatchedP
     next(stream)
     cancel.set()
     list(stream)
-    times = stream.completion.stats["time_ms"]
-    assert times["prefill"] > 0
-    assert times["full"] == 0
+    times = stream.completion.stats.time_ms
+    assert times.prefill > 0
+    assert times.full == 0
 
 
 def test_a_text_outgrows_its_drafter_s_context(tmp_path: Path) -> None:
@@ -124,4 +124,4 @@ def test_a_text_outgrows_its_drafter_s_context(tmp_path: Path) -> None:
         found = pipeline.generate(prompt, mode="speculative", **options)
         assert found.token_ids == pipeline.generate(prompt, mode="plain", **options).token_ids
         assert len(found.token_ids) == min(90, 128 - len(prompt))
-        assert (found.stats["drafted_tokens"] > 0) == (len(prompt) <= 40)
+        assert (found.stats.drafted_tokens > 0) == (len(prompt) <= 40)

@@ -61,8 +61,8 @@ def test_any_turn_of_a_chat_is_what_it_would_be_cold(kind: str, tmp_path_factory
                 stream.close()
             found, wanted = warm.generate(prompt, **options), cold.generate(prompt, **options)
             assert (found.token_ids, found.tiers, found.text) == (wanted.token_ids, wanted.tiers, wanted.text)
-            assert wanted.stats["reused_prefix_tokens"] == 0
-            assert found.stats["reused_prefix_tokens"] < found.prompt_tokens, "the last row is always computed"
+            assert wanted.stats.reused_prefix_tokens == 0
+            assert found.stats.reused_prefix_tokens < found.prompt_tokens, "the last row is always computed"
             text = prompt + found.text
 
     check()
@@ -76,7 +76,7 @@ def test_the_next_turn_of_a_chat_feeds_only_what_is_new(tmp_path: Path) -> None:
     engine.buffers[0].calls.clear()
     second = pipeline.generate("abcdefgh" + first.text + "aab", mode="plain", raw=True, max_new_tokens=5)
     # The last token of the first answer was fed to nobody yet.
-    assert second.stats["reused_prefix_tokens"] == history - 1
+    assert second.stats.reused_prefix_tokens == history - 1
     assert len(engine.buffers) == 1
     assert len(engine.buffers[0].calls[0].tokens) == 4
     assert engine.buffers[0].calls[0].past == history - 1
@@ -87,11 +87,11 @@ def test_the_same_prompt_again_feeds_its_last_two_tokens(tmp_path: Path) -> None
     first = pipeline.generate("abcdefgh", raw=True, max_new_tokens=10)
     again = pipeline.generate("abcdefgh", raw=True, max_new_tokens=10)
     assert again.token_ids == first.token_ids
-    assert again.stats["reused_prefix_tokens"] == 6
+    assert again.stats.reused_prefix_tokens == 6
     for prompt in ("ab", "a"):
         for _ in range(2):
             found = pipeline.generate(prompt, raw=True, max_new_tokens=3)
-        assert found.stats["reused_prefix_tokens"] == 0
+        assert found.stats.reused_prefix_tokens == 0
 
 
 def test_what_only_slim_has_computed_is_no_prefix(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_what_only_slim_has_computed_is_no_prefix(tmp_path: Path) -> None:
     length = pipeline.current.verifier.lengths["full"]
     assert length < 4 + 20, "much of this text was accepted by slim alone"
     second = pipeline.generate("abcd" + first.text + "a", mode="plain", raw=True, max_new_tokens=3)
-    assert second.stats["reused_prefix_tokens"] == length
+    assert second.stats.reused_prefix_tokens == length
 
 
 def test_no_more_slots_are_kept_than_asked_for(tmp_path: Path) -> None:
@@ -114,12 +114,12 @@ def test_no_more_slots_are_kept_than_asked_for(tmp_path: Path) -> None:
         pipeline.generate(prompt, raw=True, max_new_tokens=3)
     assert len(engine.buffers) == 2, "an idle slot is taken over rather than another one allocated"
     reused = [
-        pipeline.generate(prompt, raw=True, max_new_tokens=3).stats["reused_prefix_tokens"] for prompt in prompts[::-1]
+        pipeline.generate(prompt, raw=True, max_new_tokens=3).stats.reused_prefix_tokens for prompt in prompts[::-1]
     ]
     assert reused[:2] == [2, 2], "the ones used last are kept"
     none = table_pipeline(TableEngine(hashed_logits(VOCAB), VOCAB, CAPACITY), tmp_path, retained_slots=0)
     for _ in range(2):
-        assert none.generate("abcd", raw=True, max_new_tokens=3).stats["reused_prefix_tokens"] == 0
+        assert none.generate("abcd", raw=True, max_new_tokens=3).stats.reused_prefix_tokens == 0
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -132,11 +132,11 @@ def test_a_second_turn_on_a_real_engine_is_what_it_would_be_cold(
     first = pipeline.generate("The quick brown fox", mode="routed", **options)
     prompt = "The quick brown fox" + first.text + " and then"
     warm = pipeline.generate(prompt, mode=mode, **options)
-    assert warm.stats["reused_prefix_tokens"] > 15
+    assert warm.stats.reused_prefix_tokens > 15
     cold = WatchedPipeline(
         pipeline.bundle, pipeline.verifier, pipeline.drafter, max_sequences=1, retained_slots=0, slot_timeout=None
     ).generate(prompt, mode=mode, **options)
-    assert cold.stats["reused_prefix_tokens"] == 0
+    assert cold.stats.reused_prefix_tokens == 0
     if mode == "routed":
         # A gate may fall either way by rounding; far more often the texts are the same.
         assert warm.token_ids[:10] == cold.token_ids[:10]

@@ -304,7 +304,7 @@ def test_modes_that_need_slim_are_refused_where_there_is_none(tmp_path: Path) ->
     for mode in ("cascade", "routed"):
         with pytest.raises(RequestError, match=f"mode {mode} needs a slim-verifier.*exported without a mask.*--mask"):
             pipeline.stream("abc", mode=mode, raw=True)
-    assert pipeline.generate("abc", raw=True, max_new_tokens=4).stats["mode"] in ("plain", "speculative")
+    assert pipeline.generate("abc", raw=True, max_new_tokens=4).stats.mode in ("plain", "speculative")
 
 
 def test_a_stream_has_no_completion_before_its_end(pipeline: WatchedPipeline) -> None:

@@ -227,7 +227,7 @@ def _check_scene(
     assert [t for chunk in chunks for t in chunk.tiers] == found.tiers
     assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [found.finish_reason]
     count = len(found.token_ids)
-    assert found.stats["emitted_tokens"] == len(found.tiers) == count
+    assert found.stats.emitted_tokens == len(found.tiers) == count
     assume(scene["ignore_eos"] is False or count <= len(script))
     assert found.token_ids == script[:count]
     # Brute force: the text of the first n tokens, for the smallest n that ends it.
@@ -303,7 +303,7 @@ def test_cancelling_from_another_thread_ends_the_text_between_rounds(tmp_path: P
         found = stream.completion
         assert found.finish_reason == chunks[-1].finish_reason == "cancelled"
         assert [t for chunk in chunks for t in chunk.token_ids] == found.token_ids
-        assert found.stats["emitted_tokens"] == len(found.token_ids) < 30
+        assert found.stats.emitted_tokens == len(found.token_ids) < 30
         assert found.text == tokenizer.decode(found.token_ids)
 
 
@@ -314,4 +314,4 @@ def test_a_request_cancelled_before_it_starts_emits_one_round(tmp_path: Path) ->
     cancel = threading.Event()
     cancel.set()
     found = pipeline.generate("x", mode="speculative", raw=True, cancel=cancel)
-    assert (found.finish_reason, len(found.token_ids), found.stats["rounds"]) == ("cancelled", 1, 1)
+    assert (found.finish_reason, len(found.token_ids), found.stats.rounds) == ("cancelled", 1, 1)

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from via_sd.runtime.decoding.statistics import Counters
 from via_sd.runtime.triton.scheduler import Job, Limits, Outcome, Piece, Reason, RequestFailed, Scheduler, Steps
 
 PATIENCE = 20.0
+STATISTICS = Counters("plain").statistics()
 
 
 class Record:
@@ -70,7 +72,7 @@ def counted(steps: int, gate: threading.Event | None = None, clock: Clock | None
         if clock is not None:
             clock.now += seconds
         yield Piece("x", 1)
-    return Outcome("x" * steps, "stop", 1, {})
+    return Outcome("x" * steps, "stop", 1, STATISTICS)
 
 
 def test_active_sequences_take_turns(record: Record, clock: Clock) -> None:
@@ -112,7 +114,7 @@ def test_a_newcomer_starts_level_with_who_has_had_least(record: Record, clock: C
         for _ in elder():
             clock.now += 1.0
             yield Piece("x", 1)
-        return Outcome("x", "stop", 1, {})
+        return Outcome("x", "stop", 1, STATISTICS)
 
     scheduler.submit(Job("elder", steps()))
     record.end_of("elder", "newcomer")
@@ -246,7 +248,7 @@ def test_two_workers_run_two_steps_at_once(record: Record) -> None:
     def meets() -> Steps:
         both.wait(PATIENCE)
         yield Piece("x", 1)
-        return Outcome("x", "stop", 1, {})
+        return Outcome("x", "stop", 1, STATISTICS)
 
     scheduler = Scheduler(record, Limits(slots=2), workers=2)
     scheduler.submit(Job("a", meets()))

@@ -85,12 +85,12 @@ def test_statistics_are_those_of_the_library(client: GrpcClient, pipeline: Pipel
     stats = pipeline.generate(PROMPT, raw=True, mode="cascade").stats
     outputs = client.ask(PROMPT, mode="cascade").outputs
     assert outputs["mode_used"] == "cascade"
-    assert outputs["total_draft_tokens"] == stats["drafted_tokens"] > 0
-    assert outputs["total_accepted_draft_tokens"] == stats["accepted_tokens"] > 0
-    assert outputs["acceptance_rate"] == pytest.approx(stats["accepted_tokens"] / stats["drafted_tokens"])
+    assert outputs["total_draft_tokens"] == stats.drafted_tokens > 0
+    assert outputs["total_accepted_draft_tokens"] == stats.accepted_tokens > 0
+    assert outputs["acceptance_rate"] == pytest.approx(stats.accepted_tokens / stats.drafted_tokens)
     counts = {tier: outputs[f"{tier}_tier_tokens"] for tier in ("draft", "slim", "full")}
-    assert counts == stats["tier_counts"]
-    assert sum(counts.values()) == stats["emitted_tokens"]
+    assert counts == stats.tier_counts
+    assert sum(counts.values()) == stats.emitted_tokens
 
 
 def test_token_counts_come_when_asked_for_and_those_of_chunks_add_up(client: GrpcClient, pipeline: Pipeline) -> None:

@@ -60,4 +60,4 @@ def test_the_model_over_the_tiers_says_what_the_library_says(bundle: Path, pipel
         routed = pipeline.generate(PROMPT, raw=True, max_new_tokens=40, mode="routed")
         reply = client.ask(PROMPT, max_tokens=40, mode="routed")
         assert reply.text == routed.text
-        assert reply.outputs["slim_tier_tokens"] == routed.stats["tier_counts"]["slim"] > 0
+        assert reply.outputs["slim_tier_tokens"] == routed.stats.tier_counts["slim"] > 0

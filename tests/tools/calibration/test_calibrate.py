@@ -88,11 +88,11 @@ def test_a_pipeline_takes_the_policy_of_its_machine_and_no_other_s(bundle, recwa
     assert found.policy == policy
     assert found.step_cost.measured == policy.full_cost
     assert found.slim_cost == policy.slim_cost
-    assert found.generate("x", **REQUEST).stats["mode"] == "cascade"
+    assert found.generate("x", **REQUEST).stats.mode == "cascade"
     for other in ({"threads": 2}, {"threads": 1, "policy": False}):
         pipeline = Pipeline.load(bundle, **other)
         assert pipeline.policy is None
-        assert pipeline.generate("x", **REQUEST).stats["mode"] == "speculative"
+        assert pipeline.generate("x", **REQUEST).stats.mode == "speculative"
     elsewhere = file.rename(bundle.parent / "policy.json")
     assert Pipeline.load(bundle, threads=2, policy=elsewhere).policy == policy
     assert not recwarn.list
@@ -101,8 +101,8 @@ def test_a_pipeline_takes_the_policy_of_its_machine_and_no_other_s(bundle, recwa
 def test_what_a_request_says_wins_over_the_policy(bundle):
     set_auto(bundle, "routed", alpha2=0.9, max_divergence=0.5)
     pipeline = Pipeline.load(bundle, threads=1)
-    assert pipeline.generate("x", mode="plain", **REQUEST).stats["mode"] == "plain"
-    assert pipeline.generate("x", **REQUEST).stats["mode"] == "routed"
+    assert pipeline.generate("x", mode="plain", **REQUEST).stats.mode == "plain"
+    assert pipeline.generate("x", **REQUEST).stats.mode == "routed"
     open_, said = (pipeline.resolve(GenerationConfig(**o)) for o in ({}, {"alpha2": 0.3, "alpha1": 0.1}))
     assert (open_.alpha2, open_.max_divergence, open_.gates().alpha1) == (0.9, 0.5, 0.5)
     assert (said.alpha2, said.max_divergence, said.alpha1) == (0.3, 0.5, 0.1)
@@ -119,7 +119,7 @@ def test_the_calibrated_router_goes_with_auto_until_a_request_has_thresholds(bun
     set_auto(bundle, "routed", alpha2=0.9, max_divergence=0.5)
     asked = Pipeline.load(bundle, threads=1).resolve(GenerationConfig(router="calibrated"))
     assert (asked.router, asked.alpha2, asked.max_divergence) == ("calibrated", None, 0.5)
-    assert pipeline.generate("x", **REQUEST).stats["mode"] == "routed"
+    assert pipeline.generate("x", **REQUEST).stats.mode == "routed"
     chosen = CliRunner().invoke(
         app,
         ["generate", str(bundle), "--prompt", "x", "--mode", "routed", "--router", "calibrated", "--raw", "--threads",
@@ -149,9 +149,9 @@ def test_the_calibrated_router_goes_with_auto_until_a_request_has_thresholds(bun
 def test_auto_is_approximate_only_as_far_as_it_was_measured_and_the_request_allows(request_, wanted, bundle):
     set_auto(bundle, "routed", alpha2=0.9, max_divergence=0.5)
     pipeline = Pipeline.load(bundle, threads=1)
-    assert pipeline.generate("x", **REQUEST, **request_).stats["mode"] == wanted
+    assert pipeline.generate("x", **REQUEST, **request_).stats.mode == wanted
     set_auto(bundle, "speculative")
-    assert Pipeline.load(bundle, threads=1).generate("x", **REQUEST, **request_).stats["mode"] == "speculative"
+    assert Pipeline.load(bundle, threads=1).generate("x", **REQUEST, **request_).stats.mode == "speculative"
 
 
 def test_the_policy_s_mode_gives_the_text_that_mode_gives(bundle):
@@ -276,7 +276,7 @@ def test_costs_of_a_policy_change_no_greedy_text(tiny_bundle_mask_drafter):
         )
         found = pipeline.generate("abc abc abc", **request)
         assert found.token_ids == plain.token_ids
-        drafted.add(found.stats["drafted_tokens"])
+        drafted.add(found.stats.drafted_tokens)
     assert len(drafted) == 2
 
 
