@@ -10,3 +10,8 @@ Progress = Callable[[str, float | None], None]
 
 def no_progress(what: str, share: float | None) -> None:
     """Report nothing."""
+
+
+def prefixed(progress: Progress, prefix: str) -> Progress:
+    """`progress`, told of everything with `prefix` and a colon before it."""
+    return lambda what, share: progress(f"{prefix}: {what}", share)

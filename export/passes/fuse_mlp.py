@@ -27,8 +27,6 @@ class FuseGateUpPass(ir.passes.InPlacePass):
         for pair in pairs:
             _fuse(graph, pair)
         RemoveUnusedNodesPass()(model)
-        for name in [name for name, value in graph.initializers.items() if not value.uses()]:
-            del graph.initializers[name]
         return ir.passes.PassResult(model, modified=bool(pairs))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 import numpy as np
@@ -11,6 +11,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from via_sd.errors import UnsupportedModelError
 from via_sd.export.passes.block_scales import refine_int4
+from via_sd.progress import Progress, no_progress
 
 #: Entry of a value's metadata: the name of the initializer whose bytes it shares (same bytes, another shape).
 SHARES_BYTES_OF = "via_sd.shares_bytes_of"
@@ -27,7 +28,6 @@ class QuantizePass(ir.passes.InPlacePass):
     Args:
         energy: mean square of each input channel, float32 [K], by weight name; with it the scales of 4-bit blocks are
             fitted to what the products compute (`refine_int4`).
-        progress: called with the name of each weight.
 
     Requires: weights of `MatMul` and `FusedMatMul(transB)` are initializers of rank 2.
     Ensures: no floating-point matrix product with a constant is left; no weight is stored twice.
@@ -39,7 +39,7 @@ class QuantizePass(ir.passes.InPlacePass):
         block_size: int = 32,
         *,
         energy: Mapping[str, np.ndarray] = MappingProxyType({}),
-        progress: Callable[[str], None] = lambda _: None,
+        progress: Progress = no_progress,
     ) -> None:
         super().__init__()
         if bits not in (4, 8):
@@ -52,12 +52,11 @@ class QuantizePass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
         graph.opset_imports.setdefault("com.microsoft", 1)
-        for node in list(constant_products(graph)):
+        products = list(constant_products(graph))
+        for index, node in enumerate(products):
+            self.progress("quantising", (index + 1) / len(products))
             self._quantize(graph, node)
         RemoveUnusedNodesPass()(model)
-        unused = [name for name, value in graph.initializers.items() if not value.uses()]
-        for name in unused:
-            del graph.initializers[name]
         return ir.passes.PassResult(model, modified=True)
 
     def ensures(self, model: ir.Model) -> None:
@@ -70,7 +69,6 @@ class QuantizePass(ir.passes.InPlacePass):
         assert weight is not None
         assert weight.name is not None
         assert weight.const_value is not None
-        self.progress(weight.name)
         matrix = weight.const_value.numpy()
         if node.op_type == "FusedMatMul":
             matrix = matrix.T  # the embedding's layout, [vocab, hidden]

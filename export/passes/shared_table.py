@@ -38,8 +38,6 @@ class SharedTablePass(ir.passes.InPlacePass):
                 continue
             modified = True
         RemoveUnusedNodesPass()(model)
-        for name in [name for name, value in graph.initializers.items() if not value.uses()]:
-            del graph.initializers[name]
         return ir.passes.PassResult(model, modified=modified)
 
 

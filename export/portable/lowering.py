@@ -67,7 +67,6 @@ def to_portable(
     StandardNormPass()(result)
     HeadPass()(result)
     RemoveUnusedNodesPass()(result)
-    _drop_unused_weights(result.graph)
     _check_operators(result.graph)
     CastPass(portable_dtype(dtype))(result)
     RowNumbersPass()(result)
@@ -85,11 +84,6 @@ def portable_dtype(dtype: ir.DataType | str) -> ir.DataType:
     if dtype not in DTYPES.values():
         raise ValueError(f"element type is {dtype.name}, wanted {', '.join(t.name for t in DTYPES.values())}")
     return dtype
-
-
-def _drop_unused_weights(graph: ir.Graph) -> None:
-    for name in [name for name, value in graph.initializers.items() if not value.uses()]:
-        del graph.initializers[name]
 
 
 def _check_operators(graph: ir.Graph) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import io
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,8 +24,8 @@ from via_sd.export.passes.residual import find_sublayers
 from via_sd.export.sources.plain_files import plain_directory
 from via_sd.export.sources.source_graph import SourceGraph
 from via_sd.masks import ModelIdentity
+from via_sd.progress import Progress, no_progress
 
-Progress = Callable[[str], None]
 #: Describes a decoder of the ONNX Runtime GenAI model builder.
 GENAI_CONFIG = "genai_config.json"
 
@@ -59,7 +59,7 @@ def is_onnx_directory(directory: Path) -> bool:
 
 
 @contextlib.contextmanager
-def open_checkpoint(source: str | Path, progress: Progress = lambda _: None) -> Iterator[Checkpoint]:
+def open_checkpoint(source: str | Path, progress: Progress = no_progress) -> Iterator[Checkpoint]:
     """The checkpoint at `source`: a Hugging Face directory, a GGUF file, a hub id, or a directory with an ONNX decoder.
 
     Raises:
@@ -72,7 +72,7 @@ def open_checkpoint(source: str | Path, progress: Progress = lambda _: None) -> 
         if path.is_dir() and is_onnx_directory(path):
             from via_sd.export.sources.onnx_decoder import open_onnx_decoder
 
-            progress("reading the graph")
+            progress("reading the graph", None)
             yield open_onnx_decoder(path)
             return
         if path.is_file():
@@ -81,7 +81,7 @@ def open_checkpoint(source: str | Path, progress: Progress = lambda _: None) -> 
             from via_sd.export.sources.gguf import gguf_to_directory
 
             target = Path(stack.enter_context(TemporaryDirectory(prefix="via-sd-gguf-")))
-            progress("reading GGUF")
+            progress("reading GGUF", None)
             gguf_to_directory(path, target)
             directory = target
         elif path.is_dir():
@@ -89,7 +89,7 @@ def open_checkpoint(source: str | Path, progress: Progress = lambda _: None) -> 
         else:
             directory = _download(str(source))
         config = _read_config(directory)
-        progress("building the graph")
+        progress("building the graph", None)
         model = _build(directory, stack.enter_context(plain_directory(directory)))
         model.graph.name = "decoder"  # instead of where the checkpoint lay
         yield Checkpoint(model, directory, config, identify(model, config))

@@ -13,9 +13,7 @@ from via_sd.export.tensorrt.library import Library
 from via_sd.export.tensorrt.log import BuildLog
 from via_sd.export.tensorrt.network import Network, parse_network
 from via_sd.export.tensorrt.profiles import Profile
-
-#: Called with the share of a build that is done, 0 to 1 or None.
-Share = Callable[[float | None], None]
+from via_sd.progress import Progress, no_progress
 
 
 @dataclass(frozen=True)
@@ -36,12 +34,19 @@ class BuildOptions:
 
 
 def build_plan(
-    library: Library, graph: bytes | str, options: BuildOptions, log: BuildLog, share: Share = lambda _: None
+    library: Library,
+    graph: bytes | str,
+    options: BuildOptions,
+    log: BuildLog,
+    *,
+    name: str = "plan",
+    progress: Progress = no_progress,
 ) -> bytes:
     """Build the plan of a portable graph.
 
     Args:
         graph: serialised graph, or path of a graph file whose weights lie beside it and become part of the plan.
+        name: what `progress` calls it.
 
     Raises:
         ExportError: the library cannot build it; the message has its reason.
@@ -57,7 +62,7 @@ def build_plan(
         if library.is_rtx:  # the lean runtime it would put into the plan is not part of the package
             config.set_flag(library.module.BuilderFlag.EXCLUDE_LEAN_RUNTIME)
     cache = _use_timing_cache(config, options.timing_cache)
-    monitor = _monitor(library, share)
+    monitor = _monitor(library, lambda share: progress(f"building {name}", share))
     config.progress_monitor = monitor
     plan = network.builder.build_serialized_network(network.definition, config)
     if monitor.interrupted:
@@ -105,7 +110,7 @@ def _use_timing_cache(config: Any, file: Path | None) -> Any:
     return cache
 
 
-def _monitor(library: Library, share: Share) -> Any:
+def _monitor(library: Library, report: Callable[[float], None]) -> Any:
     """A progress monitor that reports the outermost phase and turns Ctrl-C into a clean end of the build."""
     trt = library.module
 
@@ -126,7 +131,7 @@ def _monitor(library: Library, share: Share) -> Any:
             # An exception must not pass through the library, which is not Python.
             try:
                 if name in self._steps:
-                    share((step + 1) / max(1, self._steps[name]))
+                    report((step + 1) / max(1, self._steps[name]))
             except KeyboardInterrupt:
                 self.interrupted = True
             return not self.interrupted

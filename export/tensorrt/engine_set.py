@@ -10,10 +10,9 @@ engines/<target>/
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -49,9 +48,9 @@ from via_sd.export.tensorrt.weights import (
     write_shared_weights,
 )
 from via_sd.export.writer.bundle import hash_files
+from via_sd.files import whole_directory
+from via_sd.progress import Progress, no_progress, prefixed
 
-#: Called with (what is being done, how much of it is done, 0 to 1 or None when unknown).
-Progress = Callable[[str, float | None], None]
 References = dict[str, "str | Path | None"]
 
 
@@ -86,7 +85,7 @@ def build_engines(
     reference: str | Path | None = None,
     drafter_reference: str | Path | None = None,
     trusted: Collection[str] | None = None,
-    progress: Progress = lambda *_: None,
+    progress: Progress = no_progress,
 ) -> EngineSet:
     """Build engines for full, every mask and a model drafter of `bundle`, under `engines/<target>`.
 
@@ -142,7 +141,7 @@ def build_engines(
         register(source, target, folder)
         return EngineSet(folder, previous, kept=tuple(previous["engines"]))
     references: References = {VERIFIER: reference, DRAFTER: drafter_reference}
-    with _replacing(folder) as partial:
+    with whole_directory(folder, replace=True) as partial:
         graphs = _write_graphs(source, partial, dtype, references, progress)
         log = BuildLog()
         log.note(f"{library.name} {library.version}: {json.dumps(asdict(request), sort_keys=True)}")
@@ -213,23 +212,19 @@ def _write_graphs(source: Source, folder: Path, dtype: str, references: Referenc
     whole: dict[str, ir.Model] = {}
     with ExitStack() as stack:  # the weights are read when they are written, at the end of the block
         for decoder in source.decoders:
-            said = _said_of(decoder, progress)
+            said = prefixed(progress, decoder.name)
             model = stack.enter_context(open_decoder(source, decoder, references[decoder.name], said))
-            said("portable graphs")
+            said("portable graphs", None)
             for name, mask in decoder.engines.items():
                 models[name] = to_portable(model, max_seq_len=decoder.max_seq_len, dtype=dtype, mask=mask)
                 if mask is None:
                     whole[decoder.name] = models[name]
-        table = write_shared_weights(whole, folder, lambda share: progress("writing weights", share))
+        table = write_shared_weights(whole, folder, progress)
     for decoder in source.decoders:
         for name in decoder.engines:
             refer_to_weights(models[name], table[decoder.name])
             ir.save(models[name], folder / f"{name}.onnx")
     return _Graphs(models, table)
-
-
-def _said_of(decoder: Decoder, progress: Progress) -> Callable[[str], None]:
-    return lambda text: progress(f"{decoder.name}: {text}", None)
 
 
 @dataclass(frozen=True)
@@ -262,7 +257,8 @@ class _Job:
                 str(self.folder / f"{name}.onnx") if embed else serialised,
                 options,
                 self.log,
-                lambda share: self.progress(f"building {name}", share),
+                name=name,
+                progress=self.progress,
             )
             seconds = taken = perf_counter() - start
             (self.folder / plan).write_bytes(content)
@@ -289,21 +285,3 @@ class _Job:
         shutil.copyfile(self.previous_folder / plan, self.folder / plan)
         self.log.note(f"engine {name}: unchanged, kept")
         return float(entry["build_seconds"])
-
-
-@contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
-    """A temporary sibling of `folder` that takes its place when the block ends well and vanishes when it does not."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    replaced = folder.with_name(f".{folder.name}.replaced-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        yield partial
-        if folder.exists():
-            folder.rename(replaced)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)

@@ -13,8 +13,9 @@ import onnx_ir as ir
 
 from via_sd.export.portable import portable_dtype
 from via_sd.export.tensorrt.source import Source, file_matches
-from via_sd.export.tensorrt.weights import WEIGHTS_FILE, Table, table_to_json
+from via_sd.export.tensorrt.weights import Table, table_to_json
 from via_sd.export.writer.bundle import write_manifest
+from via_sd.export.writer.weights import WEIGHTS_FILE
 
 FORMAT = "via-sd-engines"
 VERSION = 3

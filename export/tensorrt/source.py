@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ import onnx_ir as ir
 import xxhash
 
 from via_sd.errors import ExportError
+from via_sd.export.passes.lower import lower
 from via_sd.export.sources.checkpoint import open_checkpoint
-from via_sd.export.writer.bundle import FORMAT, MANIFEST, lower
+from via_sd.export.writer.bundle import FORMAT, MANIFEST
 from via_sd.export.writer.bundle import VERSION as BUNDLE_VERSION
 from via_sd.export.writer.weights import load_graph
 from via_sd.masks import Mask, ModelIdentity, parse_mask
+from via_sd.progress import Progress
 
 VERIFIER, DRAFTER = "verifier", "drafter"
 FULL = "full"
@@ -95,7 +97,7 @@ def read_source(directory: Path) -> Source:
 
 @contextlib.contextmanager
 def open_decoder(
-    source: Source, decoder: Decoder, reference: str | Path | None, progress: Callable[[str], None]
+    source: Source, decoder: Decoder, reference: str | Path | None, progress: Progress
 ) -> Iterator[ir.Model]:
     """The lowered float32 graph of `decoder`: the bundle's own, or that of the checkpoint `reference`.
 

@@ -6,7 +6,7 @@ where it lies (TensorRT asks that the address of an input is a multiple of 256).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,9 @@ import onnx_ir as ir
 import xxhash
 from onnx_ir.external_data import CallbackInfo, convert_tensors_to_external
 
-WEIGHTS_FILE = "weights.data"
-ALIGNMENT = 4096
-#: Initializers up to this many bytes are constants of the graph and of the plan.
-INLINE_BYTES = 1024
+from via_sd.export.writer.weights import ALIGNMENT, INLINE_BYTES, WEIGHTS_FILE, turn_into_input
+from via_sd.progress import Progress, no_progress
+
 #: Model -> initializer -> where it lies in the file.
 Table = dict[str, dict[str, ir.ExternalTensor]]
 
@@ -33,9 +32,7 @@ def shared_weights(model: ir.Model) -> list[ir.Value]:
     ]
 
 
-def write_shared_weights(
-    models: Mapping[str, ir.Model], directory: Path, progress: Callable[[float], None] = lambda _: None
-) -> Table:
+def write_shared_weights(models: Mapping[str, ir.Model], directory: Path, progress: Progress = no_progress) -> Table:
     """Write the shared weights of `models` (name -> portable graph) to `directory`/weights.data, model by model.
 
     What several initializers have in common, in one model or between two, is written once.
@@ -50,7 +47,7 @@ def write_shared_weights(
         distinct.setdefault(keys[-1], tensor)
 
     def callback(_: ir.TensorProtocol, info: CallbackInfo) -> None:
-        progress((info.index + 1) / info.total)
+        progress("writing weights", (info.index + 1) / info.total)
 
     written = convert_tensors_to_external(
         list(distinct.values()), directory, WEIGHTS_FILE, callback=callback, alignment=ALIGNMENT, align_threshold=0
@@ -87,14 +84,8 @@ def refer_to_weights(model: ir.Model, table: Mapping[str, ir.ExternalTensor]) ->
 def weights_as_inputs(model: ir.Model) -> bytes:
     """`model`, serialised with its shared weights as inputs instead of initializers."""
     copy = model.clone()
-    graph = copy.graph
     for value in shared_weights(copy):
-        assert value.const_value is not None
-        value.type = ir.TensorType(value.const_value.dtype)
-        value.shape = ir.Shape(value.const_value.shape.numpy())
-        del graph.initializers[value.name or ""]
-        value.const_value = None
-        graph.inputs.append(value)
+        turn_into_input(copy.graph, value)
     return bytes(ir.to_proto(copy).SerializeToString(deterministic=True))
 
 

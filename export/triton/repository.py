@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 
 from via_sd.errors import RepositoryError
 from via_sd.export.triton.config import WARMUP_FOLDER, ServingOptions, model_config, warm_up_files
+from via_sd.files import whole_directory
 
 MANIFEST = "bundle.json"
 _MODEL = '''"""What Triton's Python backend loads: the served model of the installed via-sd-export."""
@@ -108,11 +108,5 @@ def new_model(repository: str | Path, name: str) -> Iterator[Path]:
         root.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise RepositoryError(f"{root} is a file; --repository wants a folder") from None
-    partial = root / f".{name}.partial-{os.getpid()}"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
+    with whole_directory(target) as partial:
         yield partial
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -83,7 +83,7 @@ def _text(config: dict[str, Any], max_seq_len: int) -> tuple[np.ndarray, list[in
     return np.random.default_rng(0).integers(0, int(config["vocab_size"]), sum(chunks)), chunks
 
 
-def check_logits(graph: Path, reference: Reference, *, quantised: bool) -> CheckResult:
+def check_logits(graph: Stepper, reference: Reference, *, quantised: bool) -> CheckResult:
     """Feed the reference's text to the full tier of `graph` in its steps and compare every logit.
 
     Args:
@@ -135,24 +135,23 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return result
 
 
-def run_graph(graph: Path, tokens: np.ndarray, chunks: Sequence[int], max_seq_len: int) -> np.ndarray:
+def run_graph(graph: Stepper, tokens: np.ndarray, chunks: Sequence[int], max_seq_len: int) -> np.ndarray:
     """Feed `tokens` to the full tier in steps of `chunks` tokens; logits [tokens, vocab] of every position."""
     return np.concatenate([outputs["logits"][0] for outputs in run_steps(graph, tokens, chunks, max_seq_len)])
 
 
 def run_steps(
-    graph: Path, tokens: np.ndarray, chunks: Sequence[int], max_seq_len: int
+    graph: Stepper, tokens: np.ndarray, chunks: Sequence[int], max_seq_len: int
 ) -> Iterator[dict[str, np.ndarray]]:
     """Feed `tokens` to the full tier in steps of `chunks` tokens; every output but the KV, by name, after each step."""
-    stepper = Stepper(graph)
     keep: dict[str, np.ndarray] = {}
-    for value in stepper.session.get_inputs():
+    for value in graph.session.get_inputs():
         if value.name == "keep":
             keep["keep"] = np.ones(value.shape, bool)
         elif value.name.startswith("past_key_values."):
             present = value.name.replace("past_key_values", "present")
-            stepper.hold(value.name, present, [1, value.shape[1], max_seq_len, value.shape[3]])
-    wanted = [value.name for value in stepper.session.get_outputs() if not value.name.startswith("present.")]
+            graph.hold(value.name, present, [1, value.shape[1], max_seq_len, value.shape[3]])
+    wanted = [value.name for value in graph.session.get_outputs() if not value.name.startswith("present.")]
     past = 0
     for size in chunks:
         feeds: dict[str, np.ndarray] = {
@@ -161,5 +160,5 @@ def run_steps(
             "total_length": np.array(past + size, np.int32),
             "num_logits": np.array([size], np.int64),
         }
-        yield stepper.step(feeds | keep, wanted)
+        yield graph.step(feeds | keep, wanted)
         past += size

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import onnx_ir as ir
 
 from via_sd.export.passes import constant_products
 from via_sd.export.writer.check import run_steps
+from via_sd.export.writer.stepper import Stepper
 
 _PREFIX = "energy."
 #: Random tokens are enough: on SmolLM2 their energies bring nearly all of what those of real text bring.
@@ -33,11 +32,11 @@ def add_energy_outputs(model: ir.Model) -> None:
         graph.outputs.append(square.outputs[0])
 
 
-def input_energy(graph: Path, vocab_size: int, max_seq_len: int) -> dict[str, np.ndarray]:
+def input_energy(graph: Stepper, vocab_size: int, max_seq_len: int) -> dict[str, np.ndarray]:
     """Mean square of each input channel, float32 [K], by weight name, over a text of random tokens.
 
     Args:
-        graph: a saved graph with the outputs of `add_energy_outputs`.
+        graph: with the outputs of `add_energy_outputs`.
     """
     tokens = np.random.default_rng(1).integers(0, vocab_size, min(_TOKENS, max_seq_len))
     (outputs,) = run_steps(graph, tokens, [len(tokens)], max_seq_len)

@@ -4,34 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 
 class Stepper:
-    """The session of the graph in `file`; errors of ONNX Runtime are passed on."""
+    """A session over a graph; errors of ONNX Runtime are passed on.
 
-    def __init__(self, file: Path) -> None:
+    Args:
+        graph: a file, or a serialised graph.
+        weights: what is fed in every step, by name, where it lies: weights that the graph takes as inputs.
+    """
+
+    def __init__(self, graph: Path | bytes, weights: Mapping[str, np.ndarray] = MappingProxyType({})) -> None:
         import onnxruntime as ort
 
         options = ort.SessionOptions()
         options.log_severity_level = 3
-        self.session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-        self._kv: list[tuple[str, str, Any]] = []
+        source = graph if isinstance(graph, bytes) else str(graph)
+        self.session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+        self._weights = weights
+        self._kv: dict[str, tuple[str, Any]] = {}
 
     def hold(self, past: str, present: str, shape: Sequence[int]) -> None:
-        """Allocate a float32 KV buffer of `shape`, bound to the input `past` and the output `present`."""
+        """Allocate a float32 KV buffer of `shape`, bound to the input `past` and the output `present`; it is empty."""
         import onnxruntime as ort
 
-        self._kv.append((past, present, ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32))))
+        self._kv[past] = present, ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32))
 
     def step(self, feeds: Mapping[str, np.ndarray], wanted: Sequence[str]) -> dict[str, np.ndarray]:
         """Run one step; the `wanted` outputs by name, in memory of their own."""
         binding = self.session.io_binding()
-        for name, array in feeds.items():
+        for name, array in {**self._weights, **feeds}.items():
             binding.bind_cpu_input(name, array)
-        for past, present, buffer in self._kv:
+        for past, (present, buffer) in self._kv.items():
             binding.bind_ortvalue_input(past, buffer)
             binding.bind_ortvalue_output(present, buffer)
         for name in wanted:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.external_data import CallbackInfo, convert_tensors_to_external
 
 from via_sd.errors import ExportError
 from via_sd.export.passes.quantize import SHARES_BYTES_OF
+from via_sd.progress import Progress, no_progress
 
 WEIGHTS_FILE = "weights.data"
 #: Initializers up to this many bytes stay inside the graph file (shapes, axes, flags).
@@ -39,26 +41,19 @@ def _external(model: ir.Model) -> list[ir.ExternalTensor]:
     return [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
 
 
-def write_weights(
-    model: ir.Model, directory: Path, progress: Callable[[str, int, int], None] = lambda *_: None
-) -> dict[str, ir.ExternalTensor]:
+def write_weights(model: ir.Model, directory: Path, progress: Progress = no_progress) -> dict[str, ir.ExternalTensor]:
     """Write the large initializers of `model` to `directory`/weights.data, in the graph's order.
-
-    Args:
-        progress: called with (tensor name, number written, number in all).
 
     Returns:
         What graphs refer to, by initializer name; initializers that share bytes share a place in the file.
     """
     owners: list[ir.Value] = []
     sharers: list[ir.Value] = []
-    for value in model.graph.initializers.values():
-        if value.const_value is None or value.const_value.nbytes <= INLINE_BYTES:
-            continue
+    for value in _large(model.graph.initializers.values()):
         (sharers if SHARES_BYTES_OF in value.metadata_props else owners).append(value)
 
-    def callback(tensor: ir.TensorProtocol, info: CallbackInfo) -> None:
-        progress(tensor.name or "", info.index + 1, info.total)
+    def callback(_: ir.TensorProtocol, info: CallbackInfo) -> None:
+        progress("writing weights", (info.index + 1) / info.total)
 
     written = convert_tensors_to_external(
         [_named(value) for value in owners], directory, WEIGHTS_FILE, callback=callback, alignment=ALIGNMENT
@@ -90,6 +85,32 @@ def save_graph(model: ir.Model, path: Path, weights: dict[str, ir.ExternalTensor
     if stray:
         raise ValueError(f"initializers that are not in {WEIGHTS_FILE}: {stray[:5]}")
     ir.save(model, path)
+
+
+def weights_as_inputs(model: ir.Model) -> tuple[bytes, dict[str, np.ndarray]]:
+    """Take the large initializers of `model`, in place, out of the graph: they become inputs.
+
+    Returns:
+        The serialised graph, and what to feed to these inputs, by name. Tensors that are mapped from a file stay
+        mapped; those that a pass computes are computed here.
+    """
+    weights: dict[str, np.ndarray] = {}
+    for value in _large(model.graph.initializers.values()):
+        tensor = value.const_value
+        assert tensor is not None
+        weights[value.name or ""] = np.ascontiguousarray(tensor.numpy())
+        turn_into_input(model.graph, value)
+    return bytes(ir.to_proto(model).SerializeToString()), weights
+
+
+def turn_into_input(graph: ir.Graph, value: ir.Value) -> None:
+    """Make an initializer of `graph` an input of the same name, type and shape."""
+    assert value.const_value is not None
+    value.type = ir.TensorType(value.const_value.dtype)
+    value.shape = ir.Shape(value.const_value.shape.numpy())
+    del graph.initializers[value.name or ""]
+    value.const_value = None
+    graph.inputs.append(value)
 
 
 def _large(values: Iterable[ir.Value]) -> list[ir.Value]:

@@ -17,9 +17,9 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from via_sd.export.passes.lower import lower
 from via_sd.export.sources.checkpoint import Checkpoint, open_checkpoint
 from via_sd.export.writer import check
-from via_sd.export.writer.bundle import lower
 from via_sd.export.writer.weights import save_graph, write_weights
 
 WINDOW = 32

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from via_sd.progress import Progress, no_progress
+from via_sd.progress import Progress, no_progress, prefixed
 from via_sd.runtime import EXACT_MODES, Bundle, Pipeline
 from via_sd.runtime.decoding.router import RouterMargins
 from via_sd.runtime.engines.protocol import Engine
@@ -88,7 +88,7 @@ def run_rounds(
             {label: tried[label] for label in labels},
             max_new_tokens=tokens,
             repeats=times,
-            progress=lambda text, share: progress(f"{name} round: {text}", share),
+            progress=prefixed(progress, f"{name} round"),
             **options,
         )
 

@@ -16,9 +16,11 @@ import onnx_ir as ir
 
 from via_sd.errors import ViaSdError
 from via_sd.export.passes import RoutePass, find_sublayers, plan_segments
+from via_sd.export.passes.lower import lower
 from via_sd.export.portable.unroute import UnroutePass
 from via_sd.export.sources.checkpoint import open_checkpoint
-from via_sd.export.writer.bundle import DEFAULT_MAX_SEQ_LEN, _kv_contract, lower
+from via_sd.export.writer.describe import describe_kv
+from via_sd.export.writer.limits import capacity
 from via_sd.export.writer.tokenizer import export_tokenizer
 from via_sd.export.writer.weights import load_graph, save_graph, write_weights
 from via_sd.runtime import load_bundle
@@ -121,13 +123,13 @@ def build(verifier: str, directory: Path) -> None:
         description["boundaries"] = write_search_graph(model, directory)
     else:
         with open_checkpoint(verifier) as source:
-            limit = min(int(source.config.get("max_position_embeddings") or DEFAULT_MAX_SEQ_LEN), DEFAULT_MAX_SEQ_LEN)
+            limit = capacity(None, source.config)
             lower(source.model, source.config, limit)
             description = {
                 "model": source.identity.to_json(),
                 "precision": source.precision or "fp32",
                 "max_seq_len": limit,
-                "kv": _kv_contract(source.model),
+                "kv": describe_kv(source.model),
                 "tokenizer": export_tokenizer(source.directory, directory, source.config),
                 "tokenizer_file": str(directory / "tokenizer.json"),
             }

@@ -104,7 +104,7 @@ def validate(
     tokenizer = Tokenizer.from_file(str(loaded.file("tokenizer.json")))
     models = {}
     for pair in _pairs(loaded, verifier, drafter, reference, drafter_reference):
-        with open_checkpoint(pair.reference, lambda text: progress(text, None)) as checkpoint:
+        with open_checkpoint(pair.reference, progress) as checkpoint:
             _check_same_model(checkpoint, pair, loaded)
             models[pair.name] = validate_model(
                 pair.engine,

@@ -11,8 +11,8 @@ import pytest
 
 from via_sd.errors import UnsupportedModelError
 from via_sd.export.passes import AttentionSemanticsPass, find_sublayers
+from via_sd.export.passes.lower import lower
 from via_sd.export.sources.checkpoint import Checkpoint, open_checkpoint
-from via_sd.export.writer.bundle import lower
 
 RIGHT = (
     "llama", "llama-untied", "llama-yarn", "qwen2", "qwen3", "mistral", "granite", "phi3", "phi3-window", "smollm3",

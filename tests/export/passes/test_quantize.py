@@ -17,11 +17,13 @@ from via_sd.export.passes import (
     plan_segments,
 )
 from via_sd.export.passes.block_scales import refine_int4
+from via_sd.export.passes.lower import lower
 from via_sd.export.passes.quantize import SHARES_BYTES_OF, quantize_blocks
 from via_sd.export.sources.checkpoint import open_checkpoint
-from via_sd.export.writer.bundle import lower, quantise
 from via_sd.export.writer.check import compare_logits, run_graph
 from via_sd.export.writer.input_energy import add_energy_outputs, input_energy
+from via_sd.export.writer.precision import quantise
+from via_sd.export.writer.stepper import Stepper
 from via_sd.masks import Mask
 
 STEPS = (40, 5, 1, 1)
@@ -139,7 +141,7 @@ def test_input_energies_are_those_of_the_graph_and_change_nothing_in_it(lowered,
     graph = workshop.save(probed, "probed")
     assert np.array_equal(workshop.reopen("probed").feed_in(STEPS, tokens), wanted)
 
-    energy = input_energy(graph, 320, 128)
+    energy = input_energy(Stepper(graph), 320, 128)
     products = list(constant_products(model.graph))
     assert set(energy) == {node.inputs[1].name for node in products}
     # The input of the first product is the first norm's output: a row of mean square one, times the norm's weight.
@@ -157,13 +159,13 @@ def test_energies_bring_the_quantised_model_nearer(lowered, llama_reference, wor
     norm.const_value = ir.tensor(gain, name=norm.name)
     probed = louder.clone()
     add_energy_outputs(probed)
-    energy = input_energy(workshop.save(probed, "probed"), 320, 128)
-    wanted = run_graph(workshop.save(louder, "louder"), llama_reference.tokens, llama_reference.chunks, 128)
+    energy = input_energy(Stepper(workshop.save(probed, "probed")), 320, 128)
+    wanted = run_graph(Stepper(workshop.save(louder, "louder")), llama_reference.tokens, llama_reference.chunks, 128)
 
     def divergence(name, energy):
         quantised = louder.clone()
         quantise(quantised, "int4", lambda *_: None, energy)
-        found = run_graph(workshop.save(quantised, name), llama_reference.tokens, llama_reference.chunks, 128)
+        found = run_graph(Stepper(workshop.save(quantised, name)), llama_reference.tokens, llama_reference.chunks, 128)
         return compare_logits(found, wanted).mean_kl
 
     assert divergence("fitted", energy) < 0.9 * divergence("plain", {})

@@ -215,7 +215,7 @@ def test_an_attention_sink_is_refused(lowered):
 
 
 def test_a_quantised_graph_is_refused_with_the_way_out(lowered):
-    from via_sd.export.writer.bundle import quantise
+    from via_sd.export.writer.precision import quantise
 
     exported = lowered("llama").model.clone()
     quantise(exported, "int4", lambda *_: None)

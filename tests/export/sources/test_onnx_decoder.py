@@ -15,12 +15,14 @@ from tests.support.genai_layout import HEAD, write_genai
 from tests.support.portable_session import open_portable
 from via_sd.export import ExportError, export_bundle
 from via_sd.export.passes import FuseGateUpPass
+from via_sd.export.passes.lower import lower
 from via_sd.export.portable import to_portable
 from via_sd.export.sources.checkpoint import open_checkpoint
 from via_sd.export.tensorrt.source import open_decoder, read_source
-from via_sd.export.writer.bundle import lower
 from via_sd.export.writer.check import FP32_TOLERANCE, check_logits, source_logits
+from via_sd.export.writer.stepper import Stepper
 from via_sd.masks import Mask, write_mask
+from via_sd.progress import no_progress
 from via_sd.runtime import Pipeline
 from via_sd.tools.commands.main import app
 from via_sd.tools.search.evaluator import load_search_model
@@ -89,11 +91,11 @@ def test_a_graph_that_computes_something_else_than_its_source_is_caught(decoders
     with open_checkpoint(decoders()) as found:
         lower(found.model, found.config, CAPACITY)
         reference = source_logits(found.source, CAPACITY, found.config)
-        check_logits(workshop.save(found.model, "right"), reference, quantised=False)
+        check_logits(Stepper(workshop.save(found.model, "right")), reference, quantised=False)
         weight = next(v for name, v in found.model.graph.initializers.items() if "layers.3.mlp.down_proj" in name)
         weight.const_value = ir.tensor(weight.const_value.numpy() * 1.01, name=weight.name)
         with pytest.raises(ExportError, match=r"differs from the source graph by .* in a logit"):
-            check_logits(workshop.save(found.model, "wrong"), reference, quantised=False)
+            check_logits(Stepper(workshop.save(found.model, "wrong")), reference, quantised=False)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
@@ -366,11 +368,11 @@ def test_its_portable_graph_computes_what_transformers_computes(family, decoders
 
 def test_engines_are_built_from_it_unless_it_is_quantised(decoders, checkpoint_of, tmp_path):
     bundle = read_source(export_bundle(checkpoint_of("llama"), tmp_path / "b", precision="int8", check=False))
-    with open_decoder(bundle, bundle.decoders[0], decoders(), lambda _: None) as model:
+    with open_decoder(bundle, bundle.decoders[0], decoders(), no_progress) as model:
         assert "logits" in [value.name for value in model.graph.outputs]
     with (
         pytest.raises(ExportError, match=r"--reference .* has int4 weights, and engines are built from unquantised"),
-        open_decoder(bundle, bundle.decoders[0], decoders("llama", 4), lambda _: None),
+        open_decoder(bundle, bundle.decoders[0], decoders("llama", 4), no_progress),
     ):
         pass
 

@@ -208,6 +208,22 @@ def test_two_exports_of_one_checkpoint_are_the_same_bytes(verifier, bundles, tmp
     assert first["verifier/slim-slim.onnx"]["sha256"] == second["verifier/slim-slim.onnx"]["sha256"]
 
 
+@pytest.mark.parametrize("precision", ["int4", "int8"])
+def test_no_float32_weights_are_written_on_the_way_to_quantised_ones(precision, verifier, tmp_path):
+    """The float32 graph is checked with its weights in memory: a copy on disk would be as large as the checkpoint."""
+    written: dict[str, int] = {}
+
+    def watch(stage: str, share: float | None) -> None:
+        sizes = [p.stat().st_size for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".json"]
+        written[stage] = max(written.get(stage, 0), sum(sizes))
+
+    bundle = export_bundle(verifier, tmp_path / "b", precision=precision, max_seq_len=64, progress=watch)
+    assert written["checking the graph before it is quantised"] == 0
+    assert written["quantising"] == 0
+    quantised = (bundle / "verifier" / "weights.data").stat().st_size
+    assert quantised < written["checking the bundle's graph"] < quantised + 200_000  # and the graphs
+
+
 # -- all or nothing --------------------------------------------------------------------------------------------------
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from via_sd.export import ExportError, export_bundle
 from via_sd.export.passes import AttentionSemanticsPass
-from via_sd.export.writer.bundle import quantise
 from via_sd.export.writer.check import check_logits, compare_logits, log_softmax, reference_logits
+from via_sd.export.writer.precision import quantise
+from via_sd.export.writer.stepper import Stepper
 
 
 def scaled(model: ir.Model, name: str, factor: float) -> ir.Model:
@@ -21,7 +22,7 @@ def scaled(model: ir.Model, name: str, factor: float) -> ir.Model:
 
 
 def test_a_right_graph_passes(lowered, llama_reference, workshop):
-    result = check_logits(workshop.save(lowered("llama").model, "right"), llama_reference, quantised=False)
+    result = check_logits(Stepper(workshop.save(lowered("llama").model, "right")), llama_reference, quantised=False)
     assert result.positions == 47
     assert result.max_abs_difference < 1e-5
     assert result.mean_kl < 1e-9
@@ -32,28 +33,28 @@ def test_one_matrix_that_is_a_percent_off_is_caught(lowered, llama_reference, wo
     """Greedy text would hardly show it."""
     wrong = workshop.save(scaled(lowered("llama").model, "layers.3.mlp.down_proj", 1.01), "wrong")
     with pytest.raises(ExportError, match=r"differs from transformers by .* this architecture is not exported right"):
-        check_logits(wrong, llama_reference, quantised=False)
+        check_logits(Stepper(wrong), llama_reference, quantised=False)
 
 
 def test_a_missing_window_is_caught_because_the_check_reads_beyond_it(checkpoint_of, lowered, workshop):
     checkpoint = lowered("mistral")
     reference = reference_logits(checkpoint_of("mistral"), 128, checkpoint.config)
     assert reference.chunks[0] > checkpoint.config["sliding_window"]
-    check_logits(workshop.save(checkpoint.model, "right"), reference, quantised=False)
+    check_logits(Stepper(workshop.save(checkpoint.model, "right")), reference, quantised=False)
     blind = checkpoint.model.clone()
     AttentionSemanticsPass({**checkpoint.config, "sliding_window": None}, 128)(blind)
     with pytest.raises(ExportError, match="differs from transformers"):
-        check_logits(workshop.save(blind, "blind"), reference, quantised=False)
+        check_logits(Stepper(workshop.save(blind, "blind")), reference, quantised=False)
 
 
 def test_a_quantised_graph_passes_and_a_ruined_one_does_not(lowered, llama_reference, workshop):
     model = lowered("llama").model.clone()
     quantise(model, "int4", lambda *_: None)
-    result = check_logits(workshop.save(model, "int4"), llama_reference, quantised=True)
+    result = check_logits(Stepper(workshop.save(model, "int4")), llama_reference, quantised=True)
     assert 1e-4 < result.mean_kl < 1
     ruined = scaled(lowered("llama").model, "embed_tokens", 40.0)
     with pytest.raises(ExportError, match=r"nats \(KL\) from transformers, limit 3.0"):
-        check_logits(workshop.save(ruined, "ruined"), llama_reference, quantised=True)
+        check_logits(Stepper(workshop.save(ruined, "ruined")), llama_reference, quantised=True)
 
 
 def test_a_capacity_shorter_than_the_usual_text_is_checked_too(checkpoint_of, lowered):

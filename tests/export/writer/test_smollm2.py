@@ -18,8 +18,8 @@ import transformers
 
 from via_sd.errors import DownloadError
 from via_sd.export import export_bundle
+from via_sd.export.passes.lower import lower
 from via_sd.export.sources.checkpoint import open_checkpoint
-from via_sd.export.writer.bundle import lower
 from via_sd.masks import Mask, ModelIdentity
 from via_sd.runtime import Pipeline
 from via_sd.tools.bench.prompts import Prompt, read_prompts

@@ -1,0 +1,133 @@
+"""Write one decoder of a bundle: its graphs over one weights file, and the check of what was written.
+
+lowered graph
+  -> FuseGateUpPass   quantised decoders: gate and up projection as one product
+  -> check            the float32 graph against its reference, with the weights as they are in memory
+  -> QuantizePass
+  -> RoutePass        every tier in one graph; PrunePass: each mask's tier as a graph of its own
+  -> write            weights once, graphs that refer to them
+  -> check            the written graph against the reference
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from via_sd.export.passes import FuseGateUpPass, PrunePass, RoutePass, keep_vector, plan_segments
+from via_sd.export.passes.lower import lower
+from via_sd.export.sources.checkpoint import Checkpoint
+from via_sd.export.writer.check import Reference, check_logits, reference_logits, source_logits
+from via_sd.export.writer.describe import describe_kv, describe_values
+from via_sd.export.writer.input_energy import add_energy_outputs, input_energy
+from via_sd.export.writer.precision import quantise
+from via_sd.export.writer.stepper import Stepper
+from via_sd.export.writer.weights import WEIGHTS_FILE, save_graph, weights_as_inputs, write_weights
+from via_sd.masks import Mask
+from via_sd.progress import Progress
+
+
+@dataclass(frozen=True)
+class WrittenDecoder:
+    """One exported decoder: what the manifest says of it, and how the check of it went (None: not checked)."""
+
+    manifest: dict[str, Any]
+    check: dict[str, Any] | None
+
+
+def write_decoder(
+    source: Checkpoint,
+    directory: Path,
+    masks: list[Mask],
+    precision: str,
+    max_seq_len: int,
+    check: bool,
+    progress: Progress,
+) -> WrittenDecoder:
+    """Write the graphs and the weights of `source`, which is changed on the way, to the existing `directory`.
+
+    Args:
+        masks: of the tiers besides full, nested.
+        precision: of the weights.
+        max_seq_len: capacity of a KV buffer in tokens.
+        check: compare with transformers, or with the graph it came from.
+
+    Raises:
+        ExportError: a graph that does not compute what its reference does.
+        UnsupportedModelError: a model whose structure or semantics a bundle cannot have.
+    """
+    model = source.model
+    lower(model, source.config, max_seq_len)
+    kv = describe_kv(model)
+    reference = _reference(source, max_seq_len, progress) if check else None
+    quantised = source.precision is None and precision != "fp32"
+    if precision != "fp32":
+        FuseGateUpPass()(model)
+    if quantised:
+        energy = _before_quantisation(source, reference, precision, max_seq_len, progress)
+        quantise(model, precision, progress, energy)
+    segments = plan_segments(masks, 2 * source.identity.num_layers)
+    slims = {mask.name: PrunePass(mask)(model.clone()).model for mask in masks}
+    routed = RoutePass(segments)(model.clone()).model
+
+    weights = write_weights(model, directory, progress)
+    save_graph(routed, directory / "model.onnx", weights)
+    tiers: dict[str, Any] = {"full": {"keep": [True] * len(segments), "graph": f"{directory.name}/model.onnx"}}
+    for mask in masks:
+        name = "slim.onnx" if len(masks) == 1 else f"slim-{mask.name}.onnx"
+        save_graph(slims[mask.name], directory / name, weights)
+        tiers[mask.name] = {
+            "keep": keep_vector(mask, segments),
+            "graph": f"{directory.name}/{name}",
+            "mask": mask.to_json(),
+        }
+    result = None
+    if reference:
+        progress("checking the bundle's graph", None)
+        found = check_logits(Stepper(directory / "model.onnx"), reference, quantised=quantised)
+        result = {"against": reference.computed_by, **found.to_json()}
+    manifest = {
+        "graph": f"{directory.name}/model.onnx",
+        "weights": f"{directory.name}/{WEIGHTS_FILE}",
+        "inputs": describe_values(routed.graph.inputs),
+        "outputs": describe_values(routed.graph.outputs),
+        "kv": kv,
+        "vocab_size": int(source.config["vocab_size"]),
+        "segments": [[s.start, s.stop] for s in segments],
+        "tiers": tiers,
+    }
+    return WrittenDecoder(manifest, result)
+
+
+def _reference(source: Checkpoint, max_seq_len: int, progress: Progress) -> Reference:
+    if source.source is not None:
+        progress("running the graph as it came", None)
+        return source_logits(source.source, max_seq_len, source.config)
+    progress("running the checkpoint in transformers", None)
+    return reference_logits(source.directory, max_seq_len, source.config)
+
+
+def _before_quantisation(
+    source: Checkpoint, reference: Reference | None, precision: str, max_seq_len: int, progress: Progress
+) -> dict[str, np.ndarray]:
+    """Hold the float32 graph to float32 limits: afterwards quantisation is all that can differ.
+
+    Returns:
+        The input energies that int4 is fitted to; int8 needs none.
+    """
+    fitted = precision == "int4"
+    if not reference and not fitted:
+        return {}
+    progress("checking the graph before it is quantised" if reference else "measuring the graph's activations", None)
+    plain: ir.Model = source.model.clone()
+    if fitted:
+        add_energy_outputs(plain)
+    # The weights are fed, not written: a copy on disk would be as large as the checkpoint.
+    stepper = Stepper(*weights_as_inputs(plain))
+    if reference:
+        check_logits(stepper, reference, quantised=False)
+    return input_energy(stepper, int(source.config["vocab_size"]), max_seq_len) if fitted else {}

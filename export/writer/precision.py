@@ -1,0 +1,56 @@
+"""Precision of a bundle's weights: which it is, and how a graph gets it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from via_sd.errors import ExportError
+from via_sd.export.passes import QuantizePass
+from via_sd.export.sources.checkpoint import Checkpoint
+from via_sd.progress import Progress
+
+Precision = Literal["fp32", "int8", "int4"]
+PRECISIONS: tuple[Precision, ...] = ("fp32", "int8", "int4")
+
+
+def check_precision(precision: str | None) -> None:
+    """Raise `ExportError` for a precision that no bundle has."""
+    if precision is not None and precision not in PRECISIONS:
+        raise ExportError(
+            f"precision {precision!r} is not known; the CPU bundle takes {', '.join(PRECISIONS)} "
+            "(fp16 and bf16 are for engines)"
+        )
+
+
+def precision_of(wanted: str | None, source: Checkpoint, name: str) -> str:
+    """Precision of a decoder's weights: as asked, where they are not quantised already.
+
+    Args:
+        name: what the user calls the model, for the message.
+
+    Raises:
+        ExportError: weights that are quantised already, in another precision.
+    """
+    if source.precision is None:
+        return wanted or "fp32"
+    if wanted not in (None, source.precision):
+        raise ExportError(
+            f"the weights in {name} are {source.precision} already, wanted {wanted}: they are kept as they are, so "
+            f"give --precision {source.precision}, or export from the unquantised model"
+        )
+    return source.precision
+
+
+def quantise(
+    model: ir.Model,
+    precision: str,
+    progress: Progress,
+    energy: Mapping[str, np.ndarray] = MappingProxyType({}),
+) -> None:
+    """Make the weights of a lowered graph `int4` or `int8`, in place; for `energy` see `QuantizePass`."""
+    QuantizePass(int(precision.removeprefix("int")), energy=energy, progress=progress)(model)
