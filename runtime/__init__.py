@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from via_sd.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from via_sd.contract.generation_options import GenerationConfig
     from via_sd.contract.manifest import Bundle, load_bundle
+    from via_sd.contract.mode_names import EXACT_MODES, MODES
     from via_sd.errors import BundleError, BusyError, RequestError, ViaSdError
-    from via_sd.runtime.decoding.modes import EXACT_MODES, MODES
     from via_sd.runtime.generation.api import generate, load, stream
     from via_sd.runtime.generation.completion import Chunk, Completion, TokenLogprobs
-    from via_sd.runtime.generation.config import GenerationConfig
     from via_sd.runtime.generation.pipeline import Pipeline
     from via_sd.runtime.generation.stream import CompletionStream
 else:
@@ -21,10 +21,10 @@ else:
         {
             **dict.fromkeys(("Bundle", "load_bundle"), "via_sd.contract.manifest"),
             **dict.fromkeys(("BundleError", "BusyError", "RequestError", "ViaSdError"), "via_sd.errors"),
-            **dict.fromkeys(("EXACT_MODES", "MODES"), "via_sd.runtime.decoding.modes"),
+            **dict.fromkeys(("EXACT_MODES", "MODES"), "via_sd.contract.mode_names"),
             **dict.fromkeys(("generate", "load", "stream"), "via_sd.runtime.generation.api"),
             **dict.fromkeys(("Chunk", "Completion", "TokenLogprobs"), "via_sd.runtime.generation.completion"),
-            "GenerationConfig": "via_sd.runtime.generation.config",
+            "GenerationConfig": "via_sd.contract.generation_options",
             "Pipeline": "via_sd.runtime.generation.pipeline",
             "CompletionStream": "via_sd.runtime.generation.stream",
         },

@@ -55,7 +55,7 @@ def test_the_contracts_see_every_module():
         ("runtime/engines/ort.py", "via_sd.export.passes", "Packages import one way"),
         ("export/writer/weights.py", "via_sd.tools.bench", "Packages import one way"),
         ("errors.py", "via_sd", "Packages import one way"),
-        ("runtime/engines/ort.py", "via_sd.runtime.generation.config", "Within the runtime, rooms import one way"),
+        ("runtime/engines/ort.py", "via_sd.runtime.generation.policy", "Within the runtime, rooms import one way"),
         ("runtime/engines/ort.py", "torch", "The runtime needs no package that an edge box lacks"),
         ("masks/maskfile.py", "matplotlib.pyplot", "The runtime needs no package that an edge box lacks"),
         ("tools/commands/bench.py", "via_sd.tools.commands.demo", "Commands do not import each other"),

@@ -146,6 +146,7 @@ class ModelDrafter:
     Args:
         cache: KV the drafter runs on; the verifier's own for a mask.
         tier: the tier of the cache that drafts.
+        seed: keys the random stream.
         vocabulary: number of real tokens; logits beyond are padding, cut off or filled up to the verifier's width.
         widths: logits per row of the drafter, and of the verifier.
         capacity: tokens the drafter's KV buffers hold; where the sequence is longer, it proposes nothing.
@@ -158,6 +159,7 @@ class ModelDrafter:
         cache: SequenceCache,
         tier: str,
         processor: Processor,
+        seed: int,
         *,
         vocabulary: int,
         widths: tuple[int, int],
@@ -165,7 +167,7 @@ class ModelDrafter:
         cost: float,
         threshold: float = 0.4,
     ) -> None:
-        self._cache, self._tier, self._processor = cache, tier, processor
+        self._cache, self._tier, self._processor, self._seed = cache, tier, processor, seed
         self._vocabulary, self._width, self._threshold = vocabulary, widths[1], threshold
         self._padding = widths != (vocabulary, vocabulary)
         self._capacity = capacity
@@ -190,18 +192,17 @@ class ModelDrafter:
         tokens: list[int] = []
         distributions: list[np.ndarray | None] = []
         context = list(sequence)
-        params = self._processor.params
         while len(tokens) < limit and len(context) <= self._capacity:
             row = self._real(self._cache.run(self._tier, context, 1)[0])
             if tokens and 1 / row.sum_exp() < self._threshold:
                 break
-            if params.greedy:
+            if self._processor.config.greedy:
                 token, probabilities = self._processor.best(row, context), None
             else:
                 probabilities = self._processor.probabilities(row, context)
                 # Not keyed by engine calls: how many a long prompt takes depends on the prefix that was re-used.
                 self._draws += 1
-                token = draw(probabilities, uniform(params.seed, self._draws, len(context), Purpose.DRAFT))
+                token = draw(probabilities, uniform(self._seed, self._draws, len(context), Purpose.DRAFT))
             tokens.append(token)
             distributions.append(probabilities)
             context.append(token)

@@ -12,6 +12,7 @@ from itertools import repeat
 
 import numpy as np
 
+from via_sd.contract.mode_names import CASCADE, PLAIN, ROUTED, SPECULATIVE
 from via_sd.runtime.decoding.cost_model import CascadeBlock, SlimOrFull
 from via_sd.runtime.decoding.drafters import Draft
 from via_sd.runtime.decoding.router import Route
@@ -163,7 +164,7 @@ class _Audit:
         """Emit a token that the slim-verifier accepts alone."""
         run = self._run
         self._note(row)
-        if not run.processor.params.greedy:
+        if not run.processor.config.greedy:
             self._distributions.append(run.processor.probabilities(row, run.tokens))
         return run.push(item, row, checked=False)
 
@@ -200,7 +201,7 @@ class _Audit:
         self._noted.clear()
         rows = rows[:count]
         before, audited = run.tokens[: len(run.tokens) - count], run.tokens[len(run.tokens) - count :]
-        if run.processor.params.greedy:
+        if run.processor.config.greedy:
             best = (run.processor.best(row, before, audited[:j]) for j, row in enumerate(rows))
             apart = [float(b != token) for b, token in zip(best, audited, strict=True)]
         else:
@@ -213,6 +214,4 @@ class _Audit:
         run.guard.audited(apart)
 
 
-MODES: dict[str, Mode] = {"plain": plain, "speculative": speculative, "cascade": cascade, "routed": routed}
-#: Modes whose output has exactly the full verifier's distribution.
-EXACT_MODES = frozenset({"plain", "speculative", "cascade"})
+MODE_FUNCTIONS: dict[str, Mode] = {PLAIN: plain, SPECULATIVE: speculative, CASCADE: cascade, ROUTED: routed}

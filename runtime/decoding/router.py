@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Protocol
 
-from via_sd.errors import RequestError
+from via_sd.contract.generation_options import ALPHA1, ALPHA2, OPTIONS, GenerationConfig
 from via_sd.runtime.engines.rows import Row
 
 
@@ -46,15 +46,20 @@ class Gates:
     max q, which is only known after the pass it is meant to save; here it uses slim's own confidence.
     """
 
-    alpha1: float = 0.5
-    alpha2: float = 0.3
+    alpha1: float = ALPHA1
+    alpha2: float = ALPHA2
     shut: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in ("alpha1", "alpha2"):
-            value = getattr(self, name)
-            if not 0 <= value <= 1:
-                raise RequestError(f"{name} is {value}, wanted 0 to 1")
+            OPTIONS[name].check(getattr(self, name))
+
+    @classmethod
+    def of(cls, config: GenerationConfig) -> Gates:
+        """The gates with the thresholds of a request, the paper's where it leaves them open."""
+        return cls(
+            ALPHA1 if config.alpha1 is None else config.alpha1, ALPHA2 if config.alpha2 is None else config.alpha2
+        )
 
     def route(self, row: Row, token: int, tightening: float = 1.0) -> Route:
         """Decide for `token` after slim's `row`; `tightening` scales both thresholds."""
@@ -126,9 +131,7 @@ class DivergenceGuard:
     """
 
     def __init__(self, limit: float | None, memory: int = 64) -> None:
-        if limit is not None and not 0 <= limit <= 1:
-            raise RequestError(f"max_divergence is {limit}, wanted 0 to 1")
-        self._limit = limit
+        self._limit = OPTIONS["max_divergence"].check(limit)
         self._keep = 1 - 1 / memory
         self._audited = 0.0
         self._disagreed = 0.0

@@ -52,6 +52,7 @@ class Run:
 
     Attributes:
         tokens: prompt and everything emitted.
+        seed: keys the random stream.
         emit: takes an emitted token, its tier and the row it was judged by; False if it completes the text.
         remaining: tokens that may still be emitted.
         capacity: positions the KV buffers hold.
@@ -70,6 +71,7 @@ class Run:
     drafter: Drafter
     gamma: AdaptiveGamma
     processor: Processor
+    seed: int
     emit: Callable[[int, str, Row], bool]
     counters: Counters
     remaining: int
@@ -147,12 +149,9 @@ class Run:
 
     def choose(self, row: Row, context: Sequence[int], purpose: Purpose) -> int:
         """A tier's own token to follow `context`, from its `row`."""
-        params = self.processor.params
-        if params.greedy:
+        if self.processor.config.greedy:
             return self.processor.best(row, context)
-        return draw(
-            self.processor.probabilities(row, context), uniform(params.seed, self.attempt, len(context), purpose)
-        )
+        return draw(self.processor.probabilities(row, context), uniform(self.seed, self.attempt, len(context), purpose))
 
     def test(
         self, rows: Sequence[Row], draft: Draft, context: Sequence[int], test: Purpose, replace: Purpose
@@ -165,8 +164,8 @@ class Run:
             rows: the verifier's, len(draft) + 1; row j follows `context` and j drafted tokens.
             test, replace: key the random numbers of the tests and of the verifier's own token.
         """
-        params, tokens, kept = self.processor.params, draft.tokens, 0
-        if params.greedy:
+        tokens, kept = draft.tokens, 0
+        if self.processor.config.greedy:
             best = self.processor.best(rows[0], context)
             while kept < len(tokens) and best == tokens[kept]:
                 kept += 1
@@ -180,11 +179,11 @@ class Run:
             if kept == len(tokens):
                 break
             token, proposal = tokens[kept], draft.distributions[kept]
-            if uniform(params.seed, self.attempt, position, test) >= acceptance(probabilities, proposal, token):
+            if uniform(self.seed, self.attempt, position, test) >= acceptance(probabilities, proposal, token):
                 probabilities = residual(probabilities, proposal, token)
                 break
             kept += 1
-        return Verdict(kept, draw(probabilities, uniform(params.seed, self.attempt, position, replace)), distributions)
+        return Verdict(kept, draw(probabilities, uniform(self.seed, self.attempt, position, replace)), distributions)
 
     def verify(self, draft: Draft, rows: Sequence[Row]) -> Verdict:
         """Test `draft` against the full verifier's `rows` and emit what follows from it."""

@@ -8,50 +8,12 @@ is on the processed argmax, and exact modes reduce to comparing tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 
-from via_sd.errors import RequestError
+from via_sd.contract.generation_options import GenerationConfig
 from via_sd.runtime.engines.rows import Row
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are drawn.
-
-    Attributes:
-        temperature: 0 for greedy.
-        top_k: keep the k likeliest tokens; 0 for all.
-        top_p: keep the smallest set of likeliest tokens whose probability reaches this; 1 for all.
-        min_p: keep tokens at least this share as likely as the likeliest; 0 for all.
-        repetition_penalty: divide positive and multiply negative logits of tokens that prompt and output hold.
-        seed: keys the random stream.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, ok, wanted in (
-            ("temperature", 0 <= self.temperature < np.inf, "0 (greedy) or more"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
-            ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1 (off)"),
-            ("min_p", 0 <= self.min_p < 1, "0 (off) or more and less than 1"),
-            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "0.01 to 100 (1 is off)"),
-            ("seed", 0 <= self.seed < 2**64, "0 to 2^64 - 1"),
-        ):
-            if not ok:
-                raise RequestError(f"{name} is {getattr(self, name)}, wanted {wanted}")
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
 
 
 class Purpose(IntEnum):
@@ -77,13 +39,13 @@ def uniform(seed: int, attempt: int, position: int, purpose: Purpose) -> float:
 class Processor:
     """Turns logits into probabilities for one sequence."""
 
-    def __init__(self, params: SamplingParams) -> None:
-        self.params = params
+    def __init__(self, config: GenerationConfig) -> None:
+        self.config = config
 
     @property
     def needs_only_best(self) -> bool:
         """Whether a token takes no more of its row than the best."""
-        return self.params.greedy and self.params.repetition_penalty == 1
+        return self.config.greedy and self.config.repetition_penalty == 1
 
     def best(self, row: Row, context: Sequence[int], draft: Sequence[int] = ()) -> int:
         """The greedy token of a row that follows `context` and then `draft`."""
@@ -91,28 +53,28 @@ class Processor:
 
     def probabilities(self, row: Row, context: Sequence[int], draft: Sequence[int] = ()) -> np.ndarray:
         """Probabilities of a row that follows `context` and then `draft`, float64 [vocab]; needs temperature > 0."""
-        params = self.params
+        config = self.config
         scaled = self._penalised(row, context, draft).astype(np.float64)
-        if 0 < params.top_k < len(scaled):
-            floor = np.partition(scaled, -params.top_k)[-params.top_k]
+        if 0 < config.top_k < len(scaled):
+            floor = np.partition(scaled, -config.top_k)[-config.top_k]
             scaled[scaled < floor] = -np.inf
         scaled -= scaled.max()
         with np.errstate(over="ignore"):  # a tiny temperature leaves nothing but the likeliest
-            scaled /= params.temperature
+            scaled /= config.temperature
         probabilities = np.exp(scaled)
         probabilities /= probabilities.sum()
-        if params.top_p < 1:
+        if config.top_p < 1:
             order = np.argsort(-probabilities, kind="stable")
             before = np.cumsum(probabilities[order]) - probabilities[order]
-            probabilities[order[before >= params.top_p]] = 0
-        if params.min_p > 0:
-            probabilities[probabilities < params.min_p * probabilities.max()] = 0
+            probabilities[order[before >= config.top_p]] = 0
+        if config.min_p > 0:
+            probabilities[probabilities < config.min_p * probabilities.max()] = 0
         result: np.ndarray = probabilities / probabilities.sum()
         return result
 
     def _penalised(self, row: Row, context: Sequence[int], draft: Sequence[int]) -> np.ndarray:
         """The row's logits with the repetition penalty of what precedes it."""
-        penalty = self.params.repetition_penalty
+        penalty = self.config.repetition_penalty
         if penalty == 1:
             return row.logits
         present = np.unique(np.fromiter((*context, *draft), np.int64))

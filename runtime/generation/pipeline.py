@@ -11,18 +11,19 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from via_sd.contract.generation_options import GenerationConfig
 from via_sd.contract.manifest import Bundle, load_bundle
+from via_sd.contract.mode_names import AUTO, CALIBRATED, ROUTED, SLIM_MODES, SPECULATIVE
 from via_sd.errors import BundleError, RequestError
 from via_sd.runtime.decoding.block_length import StepCost
 from via_sd.runtime.decoding.cache import SequenceCache, SlotPool
 from via_sd.runtime.decoding.drafters import Drafter, ModelDrafter, NgramDrafter
-from via_sd.runtime.decoding.router import Router
+from via_sd.runtime.decoding.router import Gates, Router
 from via_sd.runtime.decoding.sampling import Processor
 from via_sd.runtime.engines.backends import ONNXRUNTIME, open_engines
 from via_sd.runtime.engines.protocol import FULL, Engine
 from via_sd.runtime.generation.chat import Message, render_chat
 from via_sd.runtime.generation.completion import Completion
-from via_sd.runtime.generation.config import AUTO, CALIBRATED, GenerationConfig
 from via_sd.runtime.generation.policy import Policy, find_policy, read_policy
 from via_sd.runtime.generation.stream import CompletionStream
 from via_sd.runtime.generation.text import Decoder
@@ -227,7 +228,7 @@ class Pipeline:
     def resolve(self, config: GenerationConfig) -> GenerationConfig:
         """`config` with the mode that `auto` means here, and what goes with that where `config` is silent."""
         if config.mode == AUTO:
-            meant: Mapping[str, Any] = {"mode": "speculative"}
+            meant: Mapping[str, Any] = {"mode": SPECULATIVE}
             if self.policy is not None:
                 as_measured = config.temperature == 0 and config.repetition_penalty == 1
                 meant = self.policy.options_for(config.max_divergence, as_measured=as_measured)
@@ -238,12 +239,12 @@ class Pipeline:
             if config.router == CALIBRATED:
                 open_ = {name: value for name, value in open_.items() if name not in ("alpha1", "alpha2")}
             config = replace(config, **open_)
-        if config.mode in ("cascade", "routed") and self.bundle.slim is None:
+        if config.mode in SLIM_MODES and self.bundle.slim is None:
             raise RequestError(
                 f"mode {config.mode} needs a slim-verifier, and this bundle was exported without a mask; "
                 "export it with --mask, or use mode speculative"
             )
-        if config.mode == "routed" and config.router == CALIBRATED:
+        if config.mode == ROUTED and config.router == CALIBRATED:
             if self.policy is None or self.policy.router is None:
                 raise RequestError(
                     "router calibrated needs a calibration that allowed some divergence, on this machine, with this "
@@ -256,8 +257,8 @@ class Pipeline:
 
     def router(self, config: GenerationConfig) -> Router:
         """The router for a resolved `config`."""
-        if config.mode != "routed" or config.router != CALIBRATED:
-            return config.gates()
+        if config.mode != ROUTED or config.router != CALIBRATED:
+            return Gates.of(config)
         assert self.policy is not None
         assert self.policy.router is not None
         assert config.max_divergence is not None
@@ -286,7 +287,7 @@ class Pipeline:
                 for slot, cache in held:
                     slot.tokens = caches.tokens[: cache.lengths[FULL]]
 
-    def new_drafter(self, caches: SequenceCaches, processor: Processor) -> Drafter:
+    def new_drafter(self, caches: SequenceCaches, processor: Processor, seed: int) -> Drafter:
         """The bundle's drafter for one sequence."""
         described = self.bundle.manifest["drafter"]
         width = self.verifier.vocab_size
@@ -297,6 +298,7 @@ class Pipeline:
                 caches.verifier,
                 described["tier"],
                 processor,
+                seed,
                 vocabulary=width,
                 widths=(width, width),
                 capacity=self.capacity,
@@ -307,6 +309,7 @@ class Pipeline:
                 caches.drafter,
                 FULL,
                 processor,
+                seed,
                 vocabulary=described["shared_vocab"],
                 widths=(self.drafter.vocab_size, width),
                 capacity=self.drafter.max_seq_len,

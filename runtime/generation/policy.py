@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from via_sd.contract.manifest import Bundle
+from via_sd.contract.mode_names import CALIBRATED, EXACT_MODES, MODES
 from via_sd.errors import BundleError
-from via_sd.runtime.decoding.modes import EXACT_MODES, MODES
 from via_sd.runtime.decoding.router import RouterMargins
 from via_sd.runtime.engines.backends import ON_CPU, ONNXRUNTIME
 from via_sd.runtime.engines.tensorrt.cuda import Cuda
-from via_sd.runtime.generation.config import CALIBRATED
 
 FORMAT = "via-sd-policy"
 VERSION = 1

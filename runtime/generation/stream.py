@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import threading
 from collections.abc import Generator, Iterator
 from time import perf_counter
@@ -10,17 +11,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from via_sd.contract.generation_options import GenerationConfig
+from via_sd.contract.mode_names import PAPER
 from via_sd.errors import RequestError
 from via_sd.runtime.decoding.block_length import AdaptiveGamma
-from via_sd.runtime.decoding.modes import MODES
+from via_sd.runtime.decoding.modes import MODE_FUNCTIONS
 from via_sd.runtime.decoding.router import DivergenceGuard
 from via_sd.runtime.decoding.run import Run
-from via_sd.runtime.decoding.sampling import Processor, SamplingParams
+from via_sd.runtime.decoding.sampling import Processor
 from via_sd.runtime.decoding.statistics import Counters
 from via_sd.runtime.engines.protocol import FULL
 from via_sd.runtime.engines.rows import Row
 from via_sd.runtime.generation.completion import Chunk, Completion, TokenLogprobs
-from via_sd.runtime.generation.config import GenerationConfig
 from via_sd.runtime.generation.text import TextStream
 
 if TYPE_CHECKING:
@@ -66,12 +68,13 @@ def _generate(
     pipeline: Pipeline, prompt: list[int], config: GenerationConfig, cancel: threading.Event, ended: list[Completion]
 ) -> Generator[Chunk, None, None]:
     """Chunks of one generation, which is put into `ended` behind the last."""
-    counters, sampling = Counters(config.mode), config.sampling()
+    counters = Counters(config.mode)
+    seed = secrets.randbits(63) if config.seed is None else config.seed
     output = _Output(pipeline, config)
     with pipeline.caches(prompt) as caches:
         counters.reused_prefix = caches.reused
-        run = _new_run(pipeline, caches, prompt, config, sampling, output, counters)
-        rounds = MODES[config.mode](run)
+        run = _new_run(pipeline, caches, prompt, config, seed, output, counters)
+        rounds = MODE_FUNCTIONS[config.mode](run)
         for _ in rounds:
             if counters.rounds <= 1:
                 counters.seconds["prefill"] = caches.verifier.usage[FULL].seconds
@@ -91,7 +94,7 @@ def _generate(
                 break
         rounds.close()
         caches.tokens = run.tokens
-    ended.append(output.completion(len(prompt), counters, sampling.seed))
+    ended.append(output.completion(len(prompt), counters, seed))
 
 
 class _Output:
@@ -151,24 +154,25 @@ def _new_run(
     caches: SequenceCaches,
     prompt: list[int],
     config: GenerationConfig,
-    sampling: SamplingParams,
+    seed: int,
     output: _Output,
     counters: Counters,
 ) -> Run:
-    processor = Processor(sampling)
+    processor = Processor(config)
     return Run(
         tokens=list(prompt),
         cache=caches.verifier,
-        drafter=pipeline.new_drafter(caches, processor),
+        drafter=pipeline.new_drafter(caches, processor, seed),
         gamma=AdaptiveGamma(pipeline.step_cost, fixed=config.gamma),
         processor=processor,
+        seed=seed,
         emit=output.emit,
         counters=counters,
         remaining=min(config.max_new_tokens, pipeline.capacity - len(prompt)),
         capacity=pipeline.capacity,
         costs=pipeline.step_cost,
         slim_cost=pipeline.slim_cost,
-        slim_always_first=config.router == "paper",
+        slim_always_first=config.router == PAPER,
         stop_tokens=output.stop_tokens,
         slim=pipeline.bundle.slim or FULL,
         router=pipeline.router(config),

@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from via_sd.contract.served_model import CONTRACT, DEFAULTS, RUNTIME_NAMES, WRITTEN_BY, contract_digest, parse_default
+from via_sd.contract.served_model import (
+    CONTRACT,
+    DEFAULTS,
+    WRITTEN_BY,
+    contract_digest,
+    parse_default,
+    runtime_options,
+)
 from via_sd.errors import RequestError
 from via_sd.runtime import GenerationConfig, Pipeline, load_bundle
 from via_sd.runtime.triton.channel import Channel
@@ -154,7 +161,7 @@ def _defaults(parameters: _Parameters, pipeline: Pipeline) -> Defaults:
     texts = {name: text for name in DEFAULTS if (text := parameters.text(name, None)) is not None}
     try:
         options: dict[str, Any] = {name: parse_default(name, text) for name, text in texts.items()}
-        pipeline.resolve(GenerationConfig(**{RUNTIME_NAMES.get(name, name): value for name, value in options.items()}))
+        pipeline.resolve(GenerationConfig(**runtime_options(options)))
     except (ValueError, RequestError) as error:
         raise pb_utils.TritonModelException(f"a parameter of the model's configuration is wrong: {error}") from None
     return Defaults(parameters.flag("apply_chat_template"), options, pipeline.eos_token_ids)

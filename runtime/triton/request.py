@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from via_sd.contract.served_model import GENERATION_INPUTS, IGNORED_PARAMETERS, RUNTIME_NAMES, TIMEOUT
+from via_sd.contract.served_model import GENERATION_INPUTS, IGNORED_PARAMETERS, TIMEOUT, runtime_options
 
 #: Inputs that are taken only where they change nothing, and the values that do not.
 _NEUTRAL: dict[str, tuple[tuple[float, ...], str]] = {
@@ -76,7 +76,7 @@ def parse_request(tensors: Mapping[str, np.ndarray], parameters: Mapping[str, An
     options |= {name: _scalar(name, values[name][0]) for name in GENERATION_INPUTS if name in values}
     if options.get("max_tokens", 1) < 1:
         raise InvalidRequest(f"max_tokens is {options['max_tokens']}, wanted 1 or more")
-    runtime = {RUNTIME_NAMES.get(name, name): value for name, value in options.items()}
+    runtime = runtime_options(options)
     runtime["stop"] = _words(values, "stop_words")
     runtime["raw"] = not _flag(values, "apply_chat_template", defaults.apply_chat_template)
     runtime["logprobs"] = 0 if _flag(values, "return_log_probs", False) else None

@@ -9,10 +9,10 @@ from collections.abc import Hashable, Iterable, Sequence
 import numpy as np
 from scipy import stats
 
-from via_sd.runtime.decoding.sampling import SamplingParams
+from via_sd.runtime import GenerationConfig
 
 
-def brute_force_probabilities(logits: Sequence[float], params: SamplingParams, seen: Iterable[int]) -> list[float]:
+def brute_force_probabilities(logits: Sequence[float], params: GenerationConfig, seen: Iterable[int]) -> list[float]:
     """The processed probabilities of one row: penalty, temperature, top-k, top-p, min-p, one token at a time."""
     values = [float(x) for x in logits]
     for token in set(seen):

@@ -18,7 +18,7 @@ from via_sd.runtime.engines.protocol import FULL, Engine
 from via_sd.runtime.generation.pipeline import SequenceCaches
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-NewDrafter = Callable[[SequenceCaches, Processor], Drafter]
+NewDrafter = Callable[[SequenceCaches, Processor, int], Drafter]
 
 
 class WatchedPipeline(Pipeline):
@@ -33,10 +33,10 @@ class WatchedPipeline(Pipeline):
             self.current = caches
             yield caches
 
-    def new_drafter(self, caches: SequenceCaches, processor: Processor) -> Drafter:
+    def new_drafter(self, caches: SequenceCaches, processor: Processor, seed: int) -> Drafter:
         if self.replacement is not None:
-            return self.replacement(caches, processor)
-        return super().new_drafter(caches, processor)
+            return self.replacement(caches, processor, seed)
+        return super().new_drafter(caches, processor, seed)
 
 
 def table_pipeline(

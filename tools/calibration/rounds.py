@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from via_sd.contract.mode_names import CALIBRATED
 from via_sd.progress import Progress, no_progress, prefixed
 from via_sd.runtime import EXACT_MODES, Bundle, Pipeline
 from via_sd.runtime.decoding.router import RouterMargins
 from via_sd.runtime.engines.protocol import Engine
-from via_sd.runtime.generation.config import CALIBRATED
 from via_sd.runtime.generation.policy import Policy
 from via_sd.tools.bench.prompts import Prompt
 from via_sd.tools.bench.run import PLAIN, Sample, run_bench, summarise

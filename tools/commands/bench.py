@@ -7,17 +7,19 @@ import platform
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from via_sd.contract.mode_names import AUTO, CALIBRATED
 from via_sd.files import write_whole
 from via_sd.runtime import EXACT_MODES, MODES, GenerationConfig, Pipeline
+from via_sd.runtime.decoding.router import Gates
 from via_sd.runtime.engines.backends import ONNXRUNTIME
-from via_sd.runtime.generation.config import AUTO, CALIBRATED
 from via_sd.runtime.generation.policy import this_machine
 from via_sd.tools.bench import comparison, read_prompts, run_bench, settings_of, summarise, write_report
 from via_sd.tools.commands.console import CommandError, check_writable, command, err, out, progress_bar
+from via_sd.tools.commands.generation_options import read_settings
 from via_sd.tools.commands.options import Backend, PolicyFile, Threads, TrustEngines, load_pipeline
 
 
@@ -31,10 +33,15 @@ def bench(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Length of every answer.")] = 128,
     repeats: Annotated[int, typer.Option(help="Times every prompt is generated in every mode.")] = 3,
-    alpha1: Annotated[float | None, typer.Option(help="Router: see generate.", show_default="0.5")] = None,
-    alpha2: Annotated[float | None, typer.Option(help="Router: see generate.", show_default="0.3")] = None,
-    router: Annotated[str | None, typer.Option(help="Router: see generate.", show_default="adaptive")] = None,
-    max_divergence: Annotated[float | None, typer.Option(help="Router: see generate.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="An option of every generation, such as router=paper, alpha2=0.9 or temperature=0.7: see generate. "
+            "Repeat for more.",
+        ),
+    ] = None,
     threads: Threads = None,
     backend: Backend = ONNXRUNTIME,
     trust_engines: TrustEngines = False,
@@ -50,7 +57,9 @@ def bench(
     chosen = _modes(modes, pipeline)
     if max_new_tokens < 2 or repeats < 1:
         raise CommandError("--max-new-tokens must be 2 or more, --repeats 1 or more")
-    options: dict[str, Any] = {"router": router, "alpha1": alpha1, "alpha2": alpha2, "max_divergence": max_divergence}
+    options = read_settings(settings or [], "--set")
+    if fixed := sorted({"mode", "max_new_tokens"} & options.keys()):
+        raise CommandError(f"--set {fixed[0]}: use --modes and --max-new-tokens")
     configs = {mode: pipeline.resolve(GenerationConfig(mode=mode, **options)) for mode in chosen}
     check_writable(json_file, report)
     with progress_bar() as progress:
@@ -109,7 +118,7 @@ def _described(config: GenerationConfig) -> str:
     """The mode and, of `routed`, what its router goes by."""
     if config.mode != "routed":
         return config.mode
-    gates = config.gates()
+    gates = Gates.of(config)
     by = "slim's margins" if config.router == CALIBRATED else f"alpha1 {gates.alpha1:g}, alpha2 {gates.alpha2:g}"
     limit = "" if config.max_divergence is None else f", divergence at most {config.max_divergence:.1%}"
     return f"routed, router {config.router or 'adaptive'}, {by}{limit}"

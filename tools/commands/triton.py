@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from via_sd.contract.mode_names import CALIBRATED, SLIM_MODES
+from via_sd.contract.served_model import parse_default, runtime_options
 from via_sd.runtime import Bundle, GenerationConfig, load_bundle
 from via_sd.runtime.engines.backends import BACKENDS
-from via_sd.runtime.generation.config import CALIBRATED
 from via_sd.tools.commands.console import CommandError, command, err
+from via_sd.tools.commands.generation_options import split_settings
 
 
 class Layout(str, Enum):
@@ -99,24 +101,17 @@ def triton(
 
 def _defaults(mode: str | None, given: list[str]) -> dict[str, str]:
     defaults = {} if mode is None else {"mode": mode}
-    for each in given:
-        name, equals, value = each.partition("=")
-        if not equals:
-            raise CommandError(f"--default is {each!r}, wanted NAME=VALUE")
-        defaults[name] = value
-    return defaults
+    return {**defaults, **dict(split_settings(given, "--default"))}
 
 
 def _check_defaults(defaults: dict[str, str], bundle: Bundle, layout: Layout) -> None:
     """Refuses what the model would refuse when it is loaded, or with every request."""
-    from via_sd.contract.served_model import RUNTIME_NAMES, parse_default
-
     try:
-        options: dict[str, Any] = {RUNTIME_NAMES.get(n, n): parse_default(n, text) for n, text in defaults.items()}
+        options = runtime_options({name: parse_default(name, text) for name, text in defaults.items()})
     except ValueError as error:
         raise CommandError(f"--default: {error}") from None
     config = GenerationConfig(**options)
-    if config.mode in ("cascade", "routed") and bundle.slim is None:
+    if config.mode in SLIM_MODES and bundle.slim is None:
         raise CommandError(f"mode {config.mode} needs a slim-verifier, and {bundle.path} was exported without a mask")
     if layout is Layout.tiers and config.router == CALIBRATED:
         raise CommandError(

@@ -6,11 +6,16 @@ Names follow the Triton models of TensorRT-LLM, so that their clients, and Trito
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from via_sd.contract.generation_options import OPTIONS
+from via_sd.contract.options import Option, Served
 
 DataType = Literal["STRING", "BOOL", "INT32", "UINT64", "FP32"]
-_TYPES: dict[DataType, type] = {"STRING": str, "BOOL": bool, "INT32": int, "UINT64": int, "FP32": float}
+_DATA_TYPES: dict[type, DataType] = {str: "STRING", bool: "BOOL", int: "INT32", float: "FP32"}
 
 
 @dataclass(frozen=True)
@@ -28,18 +33,14 @@ def _one(name: str, data_type: DataType, meaning: str, *, optional: bool = True)
     return TensorSpec(name, data_type, (1,), meaning, optional)
 
 
+def _input_of(option: Option) -> TensorSpec:
+    """A request's input for a generation option."""
+    wide = option.kind is int and 2**31 <= option.range.high < math.inf  # INT32 is what clients send of the others
+    return _one(option.triton_name, "UINT64" if wide else _DATA_TYPES[option.kind], option.help)
+
+
 #: What is handed on to the runtime as it is.
-_GENERATION = (
-    _one("max_tokens", "INT32", "most tokens to generate"),
-    _one("temperature", "FP32", "0 (the default) is greedy"),
-    _one("top_k", "INT32", "sample from this many most probable tokens; 0 or absent: all"),
-    _one("top_p", "FP32", "sample from the smallest set with at least this probability"),
-    _one("min_p", "FP32", "leave out tokens below this share of the most probable one's probability"),
-    _one("repetition_penalty", "FP32", "over 1 makes tokens that occurred less likely"),
-    _one("seed", "UINT64", "same seed, same output"),
-    _one("ignore_eos", "BOOL", "go on to max_tokens whatever the model says"),
-    _one("mode", "STRING", "plain, speculative, cascade, routed or auto"),
-)
+_GENERATION = tuple(_input_of(option) for option in OPTIONS.values() if option.served is Served.REQUEST)
 #: What TensorRT-LLM's clients send whether they need it or not: taken where it changes nothing, else refused.
 _COMPATIBLE = (
     _one("random_seed", "UINT64", "seed, as older clients call it"),
@@ -102,39 +103,30 @@ IGNORED_PARAMETERS = ("id", "model", "priority")
 WRITTEN_BY, CONTRACT = "written_by", "contract"
 
 GENERATION_INPUTS = tuple(spec.name for spec in _GENERATION)
-#: Those that the runtime knows under another name.
-RUNTIME_NAMES = {"max_tokens": "max_new_tokens"}
-#: Parameters of `config.pbtxt` that stand for what a request leaves out, and their types. Beyond the inputs these are
-#: the runtime's own settings of drafting and routing.
-DEFAULTS: dict[str, type] = {
-    **{spec.name: _TYPES[spec.data_type] for spec in _GENERATION},
-    "gamma": int,
-    "router": str,
-    "alpha1": float,
-    "alpha2": float,
-    "max_lag": int,
-    "max_divergence": float,
-}
+#: The options that `config.pbtxt` may hold a default of, for what a request leaves out, by their name there.
+DEFAULTS = {option.triton_name: option for option in OPTIONS.values() if option.served is not Served.NO}
 
 
 def contract_digest() -> str:
     """A hash of everything above that a model's configuration repeats: it changes when they can no longer agree."""
-    described = [repr(INPUTS), repr(OUTPUTS), repr({name: kind.__name__ for name, kind in DEFAULTS.items()})]
+    described = [repr(INPUTS), repr(OUTPUTS), repr({name: option.kind.__name__ for name, option in DEFAULTS.items()})]
     return hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]
 
 
-def parse_default(name: str, text: str) -> str | bool | int | float:
-    """The value that `text` writes for the default `name`.
+def runtime_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values`, which the Triton model's names key, by the names of `GenerationConfig`."""
+    return {DEFAULTS[name].name: value for name, value in values.items()}
+
+
+def parse_default(name: str, text: str) -> Any:
+    """The value that `text` stands for, for the default `name`.
 
     Raises:
         ValueError: no default of that name, or no value of its type.
     """
     if name not in DEFAULTS:
         raise ValueError(f"no default is called {name!r}; defaults are {', '.join(DEFAULTS)}")
-    kind = DEFAULTS[name]
     try:
-        value: str | bool | int | float = {"true": True, "false": False}[text] if kind is bool else kind(text)
-    except (KeyError, ValueError):
-        wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
-        raise ValueError(f"{name} is {text!r}, wanted {wanted}") from None
-    return value
+        return DEFAULTS[name].parse(text)
+    except ValueError as error:
+        raise ValueError(f"{name} is {error}") from None

@@ -19,7 +19,8 @@ import via_sd.runtime.decoding.run
 from tests.support.distributions import Tally, brute_force_probabilities
 from tests.support.pipelines import AdversarialDrafter, WatchedPipeline, table_pipeline
 from tests.support.table_engine import LogitsTable, TableEngine, markov_logits
-from via_sd.runtime.decoding.sampling import Purpose, SamplingParams
+from via_sd.runtime import GenerationConfig
+from via_sd.runtime.decoding.sampling import Purpose
 from via_sd.runtime.decoding.sampling import acceptance as real_acceptance
 from via_sd.runtime.decoding.sampling import uniform as real_uniform
 
@@ -66,13 +67,13 @@ def build(kind: str, directory: Path) -> WatchedPipeline:
     return pipeline
 
 
-def full_probabilities(tokens: Sequence[int], params: SamplingParams) -> tuple[float, ...]:
+def full_probabilities(tokens: Sequence[int], params: GenerationConfig) -> tuple[float, ...]:
     """Brute force: what full would emit after `tokens`."""
     return _full_probabilities(tokens[-1], frozenset(tokens) if params.repetition_penalty != 1 else frozenset(), params)
 
 
 @functools.cache
-def _full_probabilities(last: int, seen: frozenset[int], params: SamplingParams) -> tuple[float, ...]:
+def _full_probabilities(last: int, seen: frozenset[int], params: GenerationConfig) -> tuple[float, ...]:
     return tuple(brute_force_probabilities(LOGITS("full", (last,), 0).tolist(), params, seen))
 
 
@@ -80,7 +81,7 @@ def sample(
     pipeline: WatchedPipeline, mode: str, processing: dict[str, Any], texts: int = TEXTS, **options: Any
 ) -> Tally:
     """Generate `texts` of about 200 tokens and count every token against the distribution brute force gives it."""
-    params = SamplingParams(**processing)
+    params = GenerationConfig(**processing)
     tally = Tally(VOCAB)
     for seed in range(texts):
         # Adaptive and fixed block lengths in turn; the prompt gives an n-gram drafter something to copy.
@@ -117,7 +118,7 @@ def test_an_exact_mode_emits_the_processed_law_of_full(mode: str, kind: str, pro
 def test_a_penalty_counts_the_tokens_of_the_block_itself(mode: str, tmp_path: Path) -> None:
     # Short texts, in which most tokens are new and a block repeats what it has just brought in.
     options: dict[str, Any] = {"temperature": 1.0, "repetition_penalty": 2.5}
-    params, tally, pipeline = SamplingParams(**options), Tally(VOCAB), build("mask", tmp_path)
+    params, tally, pipeline = GenerationConfig(**options), Tally(VOCAB), build("mask", tmp_path)
     for seed in range(1200):
         found = pipeline.generate("a", mode=mode, seed=seed, gamma=6, max_new_tokens=8, raw=True, **options)
         tokens = [0, *found.token_ids]
@@ -143,7 +144,7 @@ def test_nothing_is_rejected_where_the_lower_tiers_have_the_law_of_full(mode: st
 @pytest.mark.parametrize(("mode", "kind"), [("plain", "ngram"), ("speculative", "model"), ("cascade", "mask")])
 def test_the_first_tokens_of_a_text_follow_the_joint_law(mode: str, kind: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"temperature": 1.1, "top_k": 4, "repetition_penalty": 1.2}
-    params = SamplingParams(**options)
+    params = GenerationConfig(**options)
     pipeline = build(kind, tmp_path)
     prompt = pipeline.encode("abcd")
     joint = {(): 1.0}

@@ -17,14 +17,14 @@ import via_sd.runtime.decoding.run
 from tests.support.distributions import brute_force_probabilities
 from tests.support.pipelines import WatchedPipeline, table_pipeline
 from tests.support.table_engine import TableEngine, digest_of, hashed_logits
-from via_sd.runtime import RequestError
-from via_sd.runtime.decoding.sampling import Processor, Purpose, SamplingParams, acceptance, draw, residual, uniform
+from via_sd.runtime import GenerationConfig, RequestError
+from via_sd.runtime.decoding.sampling import Processor, Purpose, acceptance, draw, residual, uniform
 from via_sd.runtime.engines.rows import HostRow
 
 VOCAB = 12
 ROWS = st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=VOCAB)
 PARAMS = st.builds(
-    SamplingParams,
+    GenerationConfig,
     temperature=st.one_of(st.floats(0.05, 5), st.sampled_from((1e-320, 1e-30, 1e6))),
     top_k=st.integers(0, VOCAB + 2),
     top_p=st.one_of(st.just(1.0), st.floats(0.01, 1)),
@@ -37,7 +37,7 @@ WEIGHTS = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1)), min_size=2, max_
 @given(row=ROWS, params=PARAMS, context=st.lists(st.integers(0, VOCAB - 1), max_size=6), split=st.integers(0, 6))
 @settings(max_examples=1500, derandomize=True, deadline=None)
 def test_the_probabilities_of_a_row_are_those_of_brute_force(
-    row: list[float], params: SamplingParams, context: list[int], split: int
+    row: list[float], params: GenerationConfig, context: list[int], split: int
 ) -> None:
     logits = np.array(row, np.float32)
     seen = [token for token in context if token < len(row)]
@@ -50,7 +50,7 @@ def test_the_probabilities_of_a_row_are_those_of_brute_force(
         for sign in (-1, 1)
     ]
     assume(
-        all(np.allclose(brute_force_probabilities(logits.tolist(), SamplingParams(**e), seen), wanted) for e in edge)
+        all(np.allclose(brute_force_probabilities(logits.tolist(), GenerationConfig(**e), seen), wanted) for e in edge)
     )
     np.testing.assert_allclose(probabilities, wanted, atol=1e-6, rtol=1e-4)
 
@@ -62,8 +62,8 @@ def test_the_greedy_token_is_the_likeliest_at_any_temperature(
 ) -> None:
     logits = np.array([row, row[::-1]], np.float32)
     draft = [token for token in context if token < len(row)]
-    greedy = Processor(SamplingParams(repetition_penalty=penalty))
-    sampler = Processor(SamplingParams(temperature=0.7, repetition_penalty=penalty))
+    greedy = Processor(GenerationConfig(repetition_penalty=penalty))
+    sampler = Processor(GenerationConfig(temperature=0.7, repetition_penalty=penalty))
     for j in range(2):
         token = greedy.best(HostRow(logits[j]), [0], draft[:j])
         probabilities = sampler.probabilities(HostRow(logits[j]), [0], draft[:j])
@@ -235,4 +235,4 @@ def test_logprobs_are_those_of_the_row_that_judged_the_token(tmp_path: Path) -> 
 def test_a_sampling_parameter_out_of_range_is_named_with_what_was_wanted(bad: dict[str, Any]) -> None:
     (name,) = bad
     with pytest.raises(RequestError, match=rf"{name} is .*, wanted"):
-        SamplingParams(**bad)
+        GenerationConfig(**bad)

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from tests.support.pipelines import LETTERS, AdversarialDrafter, WatchedPipeline, table_pipeline
 from tests.support.table_engine import TableEngine, digest_of, hashed_logits
-from via_sd.runtime import EXACT_MODES, Completion
+from via_sd.runtime import EXACT_MODES, Completion, GenerationConfig
 from via_sd.runtime.decoding.drafters import Draft
 from via_sd.runtime.decoding.modes import _Audit
 from via_sd.runtime.decoding.router import RouterMargins
 from via_sd.runtime.decoding.run import Item, Run
-from via_sd.runtime.decoding.sampling import Processor, SamplingParams
+from via_sd.runtime.decoding.sampling import Processor
 from via_sd.runtime.decoding.statistics import Divergence
 from via_sd.runtime.engines.rows import HostRow, Row
 from via_sd.runtime.generation.policy import Policy
@@ -181,7 +181,7 @@ def _check_divergence(found: Completion, logits: Any, request: dict[str, Any], p
     """Brute force, where full has judged every token: those that are not its argmax."""
     if found.stats.mode != "routed" or found.stats.checked_by_full < 1:
         return
-    processor = Processor(SamplingParams(repetition_penalty=request["repetition_penalty"]))
+    processor = Processor(GenerationConfig(repetition_penalty=request["repetition_penalty"]))
     apart = 0
     for at, token in enumerate(found.token_ids):
         before = prompt + found.token_ids[:at]
@@ -196,7 +196,7 @@ def test_divergence_at_temperature_is_what_the_two_laws_do_not_share(
 ) -> None:
     logits = hashed_logits(VOCAB, sharpness=1.5, slim=0.5)
     pipeline: WatchedPipeline = table_pipeline(TableEngine(logits, VOCAB, CAPACITY), tmp_path)
-    params = SamplingParams(temperature=0.9, top_p=0.9)
+    params = GenerationConfig(temperature=0.9, top_p=0.9)
     unchecked: list[int] = []
     push = Run.push
 

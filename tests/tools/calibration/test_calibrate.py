@@ -104,10 +104,10 @@ def test_what_a_request_says_wins_over_the_policy(bundle):
     assert pipeline.generate("x", mode="plain", **REQUEST).stats.mode == "plain"
     assert pipeline.generate("x", **REQUEST).stats.mode == "routed"
     open_, said = (pipeline.resolve(GenerationConfig(**o)) for o in ({}, {"alpha2": 0.3, "alpha1": 0.1}))
-    assert (open_.alpha2, open_.max_divergence, open_.gates().alpha1) == (0.9, 0.5, 0.5)
+    assert (open_.alpha2, open_.max_divergence, Gates.of(open_).alpha1) == (0.9, 0.5, 0.5)
     assert (said.alpha2, said.max_divergence, said.alpha1) == (0.3, 0.5, 0.1)
     explicit = pipeline.resolve(GenerationConfig(mode="routed"))
-    assert (explicit.gates().alpha2, explicit.max_divergence) == (0.3, None), "options go with auto, not with a mode"
+    assert (Gates.of(explicit).alpha2, explicit.max_divergence) == (0.3, None), "options go with auto, not with a mode"
 
 
 def test_the_calibrated_router_goes_with_auto_until_a_request_has_thresholds(bundle):

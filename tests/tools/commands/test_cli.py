@@ -454,7 +454,7 @@ def test_bench_compares_modes_with_plain_decoding_in_the_same_run(tiny_bundle, p
 
 def test_bench_says_what_its_rows_went_by(tiny_bundle, prompts, tmp_path):
     result = invoke("bench", tiny_bundle, "--prompts", prompts, "--modes", "auto,routed", "--max-new-tokens", 4,
-                    "--repeats", 1, "--alpha2", "0.9", "--max-divergence", "0.25",
+                    "--repeats", 1, "--set", "alpha2=0.9", "--set", "max_divergence=0.25",
                     "--report", tmp_path / "page.html")  # fmt: skip
     assert result.exit_code == 0, result.stderr
     said = "routed, router adaptive, alpha1 0.5, alpha2 0.9, divergence at most 25.0%"
@@ -527,6 +527,11 @@ def test_a_broken_prompt_file_is_one_message(content, says, tiny_bundle, tmp_pat
         (["--modes", "plain,turbo"], "modes turbo are not known"),
         (["--repeats", 0], "--repeats 1 or more"),
         (["--max-new-tokens", 1], "--max-new-tokens must be 2 or more"),
+        (["--set", "alpha2"], "--set is 'alpha2', wanted NAME=VALUE"),
+        (["--set", "warmth=1"], "--set: no option is called 'warmth'; options are max_new_tokens, mode, temperature"),
+        (["--set", "top_k=many"], "--set: top_k is 'many', wanted a whole number"),
+        (["--set", "top_k=-1"], "top_k is -1, wanted 0 or more"),
+        (["--set", "mode=plain"], "--set mode: use --modes"),
     ],
 )
 def test_a_bench_that_cannot_be_run_is_one_message(options, says, tiny_bundle, prompts):
