@@ -6,14 +6,15 @@ BIN    := $(VENV)/bin
 # make demo PIP_TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
 PIP_TORCH ?= torch==2.13.0
 
-.PHONY: help setup demo test test-all test-long lint types clean
+.PHONY: help setup demo test test-all test-long lint types docs clean
 
 help:
 	@echo "make demo       set up, fetch SmolLM2-135M, export it, generate in every mode, compare the modes"
 	@echo "make test       set up and run the tests"
 	@echo "make test-all   those that start a Triton server or build TensorRT engines too"
 	@echo "make test-long  the tests that take minutes or fetch larger models"
-	@echo "make lint types ruff, contracts between packages, mypy"
+	@echo "make lint types ruff, mypy"
+	@echo "make docs       build the documentation into build/site"
 
 setup: $(VENV)/.ready
 
@@ -21,7 +22,7 @@ $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -m pip install -q $(PIP_TORCH)
-	$(BIN)/python -m pip install -q -e ".[cpu,export,search,polygraphy,triton,dev]"
+	$(BIN)/python -m pip install -q -e ".[cpu,export,search,polygraphy,triton,dev,docs]"
 	@touch $@
 
 demo: setup
@@ -44,6 +45,10 @@ lint: setup
 
 types: setup
 	$(BIN)/mypy
+
+docs: setup
+	$(BIN)/sphinx-build -q -E -W --keep-going docs build/site
+	@echo "open build/site/index.html"
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,147 @@
+"""What documents tell a reader to type works as it stands, in the order in which it is read."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from importlib.metadata import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support import ROOT
+from tests.support.documents import RUN, SHOWN, Block, blocks, documents, indented_blocks, read
+from tests.support.tritonserver import TritonServer
+
+#: What a document finds (a fixture), where it begins with less than the others do: they have a bundle at hand.
+BEGIN_WITH = {"README.md": "clone_with_mask", "docs/tutorial.md": "clone"}
+#: Documents that need more than the other tests do, and it.
+NEED = {"docs/tensorrt.md": "tensorrt_rtx"}
+#: The command that starts the server until it is stopped. The tests start the same server, on ports that are free.
+SERVE = "python -m tests.support.tritonserver "
+
+
+def run_by_the_tests(document: str) -> list[Block]:
+    return [block for block in blocks(document) if block.is_run]
+
+
+def serves(document: str) -> bool:
+    """Whether the document starts a Triton server."""
+    return any(line.startswith(SERVE) for block in run_by_the_tests(document) for line in block.commands)
+
+
+def read_documents() -> Iterator[object]:
+    """Documents with blocks to run, those with a server marked so."""
+    for document in documents():
+        if run_by_the_tests(document):
+            yield pytest.param(document, marks=pytest.mark.server if serves(document) else ())
+
+
+def run(command: list[str], block: Block, folder: Path, environment: Mapping[str, str]) -> None:
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    where = f"{block.document}, line {block.line}:\n{block.text}"
+    assert done.returncode == 0, f"{where}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr, f"{where}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("document", list(read_documents()))
+def test_the_blocks_of_a_document_run_in_the_order_a_reader_meets_them(document, environment, request):
+    if document in NEED and importlib.util.find_spec(NEED[document]) is None:
+        pytest.skip(f"needs {NEED[document]}")
+    folder = request.getfixturevalue(BEGIN_WITH.get(document, "clone_with_bundle"))
+    with ExitStack() as servers:
+        ports: dict[str, str] = {}
+        for block in run_by_the_tests(document):
+            if block.language == "python":
+                script = folder / block.file
+                script.write_text(_at(ports, block.text))
+                run([sys.executable, script.name], block, folder, environment)
+            elif block.commands[0].startswith(SERVE):
+                assert len(block.commands) == 1, "a server is started in a block of its own"
+                repository = folder / block.commands[0].removeprefix(SERVE)
+                server = servers.enter_context(TritonServer(repository))
+                ports = {"localhost:8000": server.http_url, "localhost:8001": server.grpc_url}
+                ports["localhost:8002"] = f"127.0.0.1:{server.metrics_port}"
+            elif not _is_make_or_pip(block):
+                run(["bash", "-euo", "pipefail", "-c", _at(ports, block.text)], block, folder, environment)
+
+
+def _at(ports: Mapping[str, str], text: str) -> str:
+    """`text` with the ports on which the server listens here."""
+    for documented, actual in ports.items():
+        text = text.replace(documented, actual)
+    return text
+
+
+def _is_make_or_pip(block: Block) -> bool:
+    """Whether tests of their own hold the block: targets of the Makefile, extras of the package."""
+    return all(line.startswith(("make ", "pip install ")) for line in block.commands)
+
+
+def every_command() -> list[str]:
+    """The command lines of every shell block, run or not."""
+    return [line for each in documents() for b in blocks(each) if b.language == "sh" for line in b.commands]
+
+
+@pytest.mark.parametrize("document", documents())
+def test_every_block_is_run_or_says_that_it_is_not(document):
+    """A block has a language, and one that could be run is; nothing to type hides in one that is only shown."""
+    assert indented_blocks(document) == []
+    for block in blocks(document):
+        if block.language.startswith("{"):  # a directive of the site
+            continue
+        assert block.language in (*RUN, *SHOWN), f"{document}, line {block.line}: language {block.language!r}"
+        if block.language == "text":
+            first_words = {line.split(" ")[0] for line in block.text.splitlines()}
+            hidden = first_words & {"$", "via-sd-export", "python", "pip", "make", "curl", "docker", "kubectl"}
+            assert not hidden, f"{document}, line {block.line}: commands in a block that is not run"
+
+
+def test_files_that_are_shown_are_of_their_language():
+    for document in documents():
+        for block in blocks(document):
+            if block.language == "json":
+                json.loads(block.text)
+            elif block.language == "yaml":
+                assert yaml.safe_load(block.text)
+
+
+def test_the_make_targets_exist():
+    asked = {target for line in every_command() if line.startswith("make ") for target in shlex.split(line)[1:]}
+    known = re.findall(r"^([a-z][a-z-]*(?: [a-z-]+)*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    targets = {target for target in asked if "=" not in target}
+    assert targets >= {"demo", "test", "docs"}
+    assert targets <= {name for entry in known for name in entry.split()}
+
+
+def test_the_extras_to_install_exist():
+    known = set(metadata("via-sd-export").get_all("Provides-Extra") or [])
+    asked = [
+        extra
+        for line in every_command()
+        for listed in re.findall(r"pip install '(?:\.|via-sd-export)\[([a-z,-]+)\]'", line)
+        for extra in listed.split(",")
+    ]
+    assert "cpu" in asked
+    assert set(asked) <= known
+
+
+def test_the_modules_to_run_exist():
+    named = {
+        module
+        for each in documents()
+        for module in re.findall(r"python -m ((?:tools|tests|via_sd)(?:\.[a-z_0-9]+)+)(?![\w.])", read(each))
+    }
+    assert "tools.benchmarks.memory" in named
+    for module in named:
+        spec = importlib.util.find_spec(module)
+        assert spec, module
+        assert spec.origin
+        assert "__main__" in Path(spec.origin).read_text(encoding="utf-8"), f"{module} is no program"
