@@ -13,7 +13,7 @@ help:
 	@echo "make test       set up and run the tests"
 	@echo "make test-all   those that start a Triton server or build TensorRT engines too"
 	@echo "make test-long  the tests that take minutes or fetch larger models"
-	@echo "make lint types ruff, mypy"
+	@echo "make lint types ruff, contracts between packages, mypy"
 	@echo "make docs       build the documentation into build/site"
 
 setup: $(VENV)/.ready

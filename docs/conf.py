@@ -7,6 +7,8 @@ alone (the start page, the two references, the examples).
 from __future__ import annotations
 
 import html
+import importlib
+import re
 import subprocess
 import sys
 from importlib.metadata import version as installed_version
@@ -39,6 +41,10 @@ napoleon_use_ivar = True
 python_maximum_signature_line_length = 88
 
 
+#: Packages whose public names are documented in reference/python.md.
+PACKAGES = ("via_sd.masks", *(f"via_sd.tools.{name}" for name in ("search", "calibration", "bench", "validation")))
+
+
 class CommandReference(SphinxDirective):
     """`{command-reference}`: every command of the command line with its options, as typer writes them."""
 
@@ -55,7 +61,39 @@ def no_type_before_a_colon(_app: Sphinx, what: str, _name: str, _object: Any, _o
         lines[:0] = ["..", ""]  # an empty comment, which has no colon
 
 
+def code_in_modules(_app: Sphinx, what: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
+    """Show the indented paragraphs of a module's docstring as the code they are."""
+    if what == "module":
+        for at in range(len(lines) - 1, 0, -1):
+            if lines[at].startswith("    ") and not lines[at - 1].strip():
+                lines[at:at] = ["::", ""]
+
+
+def one_name_a_field(_app: Sphinx, _what: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
+    """Give each of several names that share a description a field of its own: napoleon takes one."""
+    for at in range(len(lines) - 1, -1, -1):
+        if found := re.fullmatch(r"( +)(\w+(?:, \w+)+)(:.*)", lines[at]):
+            indent, names, text = found.groups()
+            end = at + 1
+            while end < len(lines) and lines[end].startswith(indent + " "):
+                end += 1
+            lines[at:end] = [
+                line for name in names.split(", ") for line in (indent + name + text, *lines[at + 1 : end])
+            ]
+
+
+def resolve_lazy_names() -> None:
+    """Import what packages import on first use: autodoc documents what is there."""
+    for name in PACKAGES:
+        package = importlib.import_module(name)
+        for public in package.__all__:
+            setattr(package, public, getattr(package, public))
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    resolve_lazy_names()
     app.add_directive("command-reference", CommandReference)
+    app.connect("autodoc-process-docstring", code_in_modules, priority=400)
+    app.connect("autodoc-process-docstring", one_name_a_field, priority=400)
     app.connect("autodoc-process-docstring", no_type_before_a_colon, priority=400)  # napoleon's is 500

@@ -14,7 +14,7 @@ from tests.support import ROOT
 from tests.support.documents import names_in, read, table_rows
 from via_sd.contract.manifest import load_bundle
 from via_sd.contract.served_model import INPUTS, OUTPUTS
-from via_sd.masks import OBJECTIVES, SCHEMA
+from via_sd.masks import OBJECTIVES, SCHEMA, SUBLAYER_STATES
 from via_sd.runtime import Pipeline
 from via_sd.runtime.generation.config import ROUTERS
 from via_sd.runtime.triton.metrics import COUNTERS, GAUGES, PREFIX
@@ -59,7 +59,9 @@ def test_bundle_documents_every_key_of_the_manifest_and_every_tensor_of_the_grap
 
 
 def test_masks_documents_every_key_of_the_file_and_every_objective():
-    assert listed("docs/masks.md", "## The file") == set(SCHEMA["properties"])
+    assert listed("docs/masks.md", "## The file") == set(SCHEMA["anyOf"][0]["properties"])
+    states = {name for row in table_rows("docs/masks.md", "## The file", 1) for name in names_in(row[0])}
+    assert states == set(SUBLAYER_STATES)
     assert listed("docs/masks.md", "## What is scored") == set(OBJECTIVES)
 
 

@@ -86,18 +86,13 @@ def indented_blocks(document: str) -> list[int]:
     return [token.map[0] + 1 for token in tokens if token.type == "code_block" and token.map]
 
 
-def table_rows(document: str, heading: str) -> list[list[str]]:
-    """Cells of the first table under a heading, without the header."""
+def table_rows(document: str, heading: str, index: int = 0) -> list[list[str]]:
+    """Cells of a table under a heading, by default the first, without its header."""
     _, found, section = f"\n{read(document)}".partition(f"\n{heading}\n")
     assert found, f"{document} has no {heading!r}"
-    lines = section.splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("|"))
-    rows = []
-    for line in lines[start + 2 :]:
-        if not line.startswith("|"):
-            break
-        rows.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))])
-    return rows
+    tables = re.findall(r"(?:^\|.*\n)+", section, flags=re.MULTILINE)
+    rows = tables[index].splitlines()[2:]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row.strip("|"))] for row in rows]
 
 
 def names_in(cell: str) -> list[str]:
