@@ -14,11 +14,13 @@ from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 
 from tests.support import ROOT
 from tests.support.documents import RUN, SHOWN, Block, blocks, documents, indented_blocks, read
 from tests.support.tritonserver import TritonServer
+from via_sd.tools.commands.main import app
 
 #: What a document finds (a fixture), where it begins with less than the others do: they have a bundle at hand.
 BEGIN_WITH = {"README.md": "clone_with_mask", "docs/tutorial.md": "clone"}
@@ -28,8 +30,21 @@ NEED = {"docs/tensorrt.md": "tensorrt_rtx"}
 SERVE = "python -m tests.support.tritonserver "
 
 
+#: Commands whose result is files.
+QUIET = ("export", "search", "triton")
+
+
 def run_by_the_tests(document: str) -> list[Block]:
-    return [block for block in blocks(document) if block.is_run]
+    """Blocks to run, but for those that tests of their own hold: targets of the Makefile, extras to install."""
+    return [
+        block
+        for block in blocks(document)
+        if block.is_run and not (block.language == "sh" and all(map(_held_elsewhere, block.commands)))
+    ]
+
+
+def _held_elsewhere(line: str) -> bool:
+    return line.startswith(("make ", "pip install "))
 
 
 def serves(document: str) -> bool:
@@ -49,6 +64,8 @@ def run(command: list[str], block: Block, folder: Path, environment: Mapping[str
     where = f"{block.document}, line {block.line}:\n{block.text}"
     assert done.returncode == 0, f"{where}\n{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr, f"{where}\n{done.stderr}"
+    verbs = [line.split()[1] for line in block.commands if line.startswith("via-sd-export ")]
+    assert done.stdout.strip() or set(verbs) <= set(QUIET), f"{where}\nprinted nothing"
 
 
 @pytest.mark.parametrize("document", list(read_documents()))
@@ -69,7 +86,7 @@ def test_the_blocks_of_a_document_run_in_the_order_a_reader_meets_them(document,
                 server = servers.enter_context(TritonServer(repository))
                 ports = {"localhost:8000": server.http_url, "localhost:8001": server.grpc_url}
                 ports["localhost:8002"] = f"127.0.0.1:{server.metrics_port}"
-            elif not _is_make_or_pip(block):
+            else:
                 run(["bash", "-euo", "pipefail", "-c", _at(ports, block.text)], block, folder, environment)
 
 
@@ -80,9 +97,18 @@ def _at(ports: Mapping[str, str], text: str) -> str:
     return text
 
 
-def _is_make_or_pip(block: Block) -> bool:
-    """Whether tests of their own hold the block: targets of the Makefile, extras of the package."""
-    return all(line.startswith(("make ", "pip install ")) for line in block.commands)
+def test_every_command_of_the_command_line_is_shown_and_run():
+    ran = {
+        line.split()[1]
+        for document in documents()
+        for block in run_by_the_tests(document)
+        for line in block.commands
+        if line.startswith("via-sd-export ")
+    }
+    shown = {line.split()[1] for line in every_command() if line.startswith("via-sd-export ")}
+    known = set(typer.main.get_command(app).commands)
+    assert shown == known
+    assert ran == known - {"demo"}  # it downloads a model
 
 
 def every_command() -> list[str]:

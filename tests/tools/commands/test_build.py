@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from tests.support import ROOT
 from via_sd.runtime.engines.trust import built_here
 from via_sd.tools.commands.build import build
 from via_sd.tools.commands.gpu_check import LIMITS, gpu_check
@@ -136,34 +132,3 @@ def test_the_gpu_check_fails_when_a_tier_computes_something_else(bundle, monkeyp
 
 def test_the_gpu_check_names_the_backends_there_are(bundle):
     refused(invoke(gpu_check, bundle, "--backend", "rocm"), "'rocm', wanted auto, tensorrt-rtx, tensorrt, portable-cpu")
-
-
-def blocks(language: str) -> list[str]:
-    """Contents of the fenced blocks of a language in docs/tensorrt.md."""
-    text = (ROOT / "docs/tensorrt.md").read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-
-
-def test_the_commands_of_the_documentation_run_as_they_stand(bundle, tiny_checkpoint, monkeypatch):
-    """In the order they come in; those that need a GPU are not in blocks of this kind."""
-    pytest.importorskip("polygraphy", reason="needs the polygraphy extra")
-    from via_sd.tools.commands.main import app
-
-    monkeypatch.chdir(bundle.parent)
-    Path("model").symlink_to(tiny_checkpoint)
-    (script,) = blocks("python")
-    Path("feeds.py").write_text(script)
-    lines = [line for block in blocks("sh") for line in block.splitlines()]
-    assert {tuple(line.split()[:2]) for line in lines} == {
-        ("via-sd-export", "build"), ("via-sd-export", "validate"), ("polygraphy", "inspect"), ("polygraphy", "run"),
-    }  # fmt: skip
-    for line in lines:
-        program, *arguments = line.split()
-        if program == "via-sd-export":
-            result = CliRunner().invoke(app, arguments)
-            assert result.exit_code == 0, (line, result.stderr)
-        else:
-            command = [str(Path(sys.executable).with_name(program)), *arguments]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, (line, done.stdout, done.stderr)
-    assert json.loads(Path("full.json").read_text())
