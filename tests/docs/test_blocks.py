@@ -139,6 +139,24 @@ def test_files_that_are_shown_are_of_their_language():
                 assert yaml.safe_load(block.text)
 
 
+def test_commands_that_are_not_run_have_options_that_exist():
+    commands = typer.main.get_command(app).commands
+    for line in every_command():
+        words = shlex.split(line)
+        given = {word.partition("=")[0] for word in words if word.startswith("--")}
+        if words[0] == "via-sd-export":
+            parameters = commands[words[1]].params
+            known = {name for each in parameters for name in (*each.opts, *each.secondary_opts)}
+            assert given <= known, line
+        elif found := re.match(r"python -m (tools\.benchmarks\.\w+)", line):
+            spec = importlib.util.find_spec(found[1])
+            assert spec, line
+            assert spec.origin
+            source = Path(spec.origin).read_text(encoding="utf-8")
+            for option in given:
+                assert re.search(rf"\b{option[2:].replace('-', '_')}: ", source), line
+
+
 def test_the_make_targets_exist():
     asked = {target for line in every_command() if line.startswith("make ") for target in shlex.split(line)[1:]}
     known = re.findall(r"^([a-z][a-z-]*(?: [a-z-]+)*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)

@@ -13,10 +13,10 @@ import via_sd
 from tests.support import ROOT
 from tests.support.documents import names_in, read, table_rows
 from via_sd.contract.manifest import load_bundle
+from via_sd.contract.mode_names import ROUTERS
 from via_sd.contract.served_model import INPUTS, OUTPUTS
 from via_sd.masks import OBJECTIVES, SCHEMA, SUBLAYER_STATES
 from via_sd.runtime import Pipeline
-from via_sd.runtime.generation.config import ROUTERS
 from via_sd.runtime.triton.metrics import COUNTERS, GAUGES, PREFIX
 
 #: Where the package under test lies: in the checkout, or where its wheel was installed.
