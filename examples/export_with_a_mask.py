@@ -2,7 +2,8 @@
 
     python export_with_a_mask.py CHECKPOINT BUNDLE LAYER [LAYER ...]
 
-It needs the extras `cpu` and `export`. A search finds better masks than a guess does: see search_to_bundle.py.
+It needs the extras `cpu` and `export`. A search finds better masks than a guess does: see
+search_to_bundle.py.
 """
 
 import json
@@ -19,5 +20,6 @@ mask = Mask.from_layers([str(layer) not in skipped for layer in range(num_layers
 export_bundle(checkpoint, bundle, masks=[mask], max_seq_len=512)
 
 completion = load(bundle).generate("Why is the sky blue?", mode="cascade", max_new_tokens=32)
-print(f"slim skips {mask.skip_ratio:.0%} of the sublayers; it wrote {completion.tiers.count('slim')} tokens")
+slim_tokens = completion.tiers.count("slim")
+print(f"slim skips {mask.skip_ratio:.0%} of the sublayers; it wrote {slim_tokens} tokens")
 print(completion.text)

@@ -7,7 +7,7 @@ import sys
 
 import via_sd
 
-# Loading takes a while and is done once; a pipeline serves any number of requests, from any number of threads.
+# Load once: a pipeline serves any number of requests, from any number of threads.
 pipeline = via_sd.load(sys.argv[1])
 
 completion = pipeline.generate("Why do leaves change colour in autumn?", max_new_tokens=48)

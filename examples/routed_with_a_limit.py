@@ -2,8 +2,9 @@
 
     python routed_with_a_limit.py BUNDLE
 
-`routed` is approximate: some tokens are accepted by the slim-verifier alone. The full verifier audits them when it
-catches up, and the router tightens when more of them than the limit differ from what it would have chosen.
+`routed` is approximate: some tokens are accepted by the slim-verifier alone. The full verifier
+audits them when it catches up, and the router tightens when more of them than the limit differ from
+what it would have chosen.
 """
 
 import sys

@@ -17,7 +17,8 @@ skip_ratio = float(sys.argv[4]) if len(sys.argv) > 4 else 0.2
 options = SearchOptions(iterations=int(sys.argv[5]) if len(sys.argv) > 5 else 200)
 prompts = read_prompts(prompt_file)
 
-(found,) = search_masks(checkpoint, [skip_ratio], prompts=[prompt.text for prompt in prompts], options=options)
+texts = [prompt.text for prompt in prompts]
+(found,) = search_masks(checkpoint, [skip_ratio], prompts=texts, options=options)
 print(f"cost {found.point.cost:.3g} nats, same top-1 at {found.point.agreement:.0%} of positions")
 
 export_bundle(checkpoint, bundle, masks=[found.mask], max_seq_len=512)
@@ -25,5 +26,5 @@ calibration = calibrate(bundle, prompts, max_divergence=0.02, max_new_tokens=32,
 calibration.write()  # into the bundle, where a pipeline on this machine finds it
 print(f"auto is {calibration.winner}. {calibration.verdict}")
 
-completion = load(bundle).generate("Why is the sky blue?", max_new_tokens=32)  # mode auto
+completion = load(bundle).generate("Why is the sky blue?", max_new_tokens=32)  # in mode auto
 print(completion.text)
