@@ -13,6 +13,7 @@ from typing import Any
 import onnx_ir as ir
 
 from via_sd.errors import UnsupportedModelError
+from via_sd.export.passes import gqa
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class AttentionSemanticsPass(ir.passes.InPlacePass):
         self.max_seq_len = max_seq_len
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        nodes = [node for node in model.graph if node.op_type == "GroupQueryAttention"]
+        nodes = gqa.attentions(model.graph)
         if len(nodes) != len(self.wanted):
             raise UnsupportedModelError(f"{len(nodes)} attention nodes for {len(self.wanted)} layers")
         for node, wanted in zip(nodes, self.wanted, strict=True):
@@ -85,9 +86,8 @@ class LimitPositionsPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         tables = {
             table
-            for node in model.graph
-            if node.op_type == "GroupQueryAttention"
-            for table in node.inputs[7:9]
+            for node in gqa.attentions(model.graph)
+            for table in (gqa.given(node, gqa.Input.COS), gqa.given(node, gqa.Input.SIN))
             if table is not None and table.const_value is not None
         }
         cut = False

@@ -11,20 +11,20 @@ Nothing here relies on node names; a layer's number is read off the KV cache its
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
 import onnx_ir as ir
 
+from via_sd.contract.graphs import kv_place
 from via_sd.errors import UnsupportedModelError
+from via_sd.export.passes import gqa
 
 SublayerKind = Literal["attention", "mlp"]
 
 SKIP_NORMS = ("SkipSimplifiedLayerNormalization", "SkipLayerNormalization")
 NORMS = ("RMSNormalization", "SimplifiedLayerNormalization", "LayerNormalization")
 _SUM_OUTPUT = 3  # of a skip norm: input + skip
-_KV_NAME = re.compile(r"^past_key_values\.(\d+)\.(key|value)$")
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,7 @@ def _between(norm: ir.Node, delta: ir.Value, order: dict[ir.Node, int]) -> tuple
 def _kv_pairs(nodes: tuple[ir.Node, ...]) -> tuple[tuple[ir.Value, ir.Value], ...]:
     pairs = []
     for node in nodes:
-        if node.op_type != "GroupQueryAttention":
-            continue
-        for past, present in zip(node.inputs[3:5], node.outputs[1:3], strict=True):
+        for past, present in gqa.kv_buffers(node) if node.op_type == gqa.OP_TYPE else ():
             assert past is not None
             pairs.append((past, present))
     return tuple(pairs)
@@ -135,9 +133,9 @@ def _place(kv: tuple[tuple[ir.Value, ir.Value], ...], earlier: list[Sublayer]) -
         if not earlier or earlier[-1].kind == "mlp":
             raise UnsupportedModelError(f"sublayer {len(earlier)} has no attention where one was wanted")
         return earlier[-1].layer, "mlp"
-    match = _KV_NAME.match(kv[0][0].name or "")
+    place = kv_place(kv[0][0].name)
     layer = len(earlier) // 2
-    if match is None or int(match.group(1)) != layer or (earlier and earlier[-1].kind == "attention"):
+    if place is None or place[0] != layer or (earlier and earlier[-1].kind == "attention"):
         raise UnsupportedModelError(
             f"sublayer {len(earlier)} uses KV cache {kv[0][0].name!r}; wanted the attention of layer {layer}"
         )

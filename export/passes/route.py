@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from via_sd.contract.graphs import KEEP
 from via_sd.export.passes.prune import explicit_state
 from via_sd.export.passes.residual import Sublayer, find_sublayers
+from via_sd.export.passes.values import new_value
 from via_sd.masks import Mask
-
-KEEP_INPUT = "keep"
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class RoutePass(ir.passes.InPlacePass):
         sublayers = find_sublayers(graph)
         if not self.segments:
             return ir.passes.PassResult(model, modified=False)
-        keep = ir.Value(name=KEEP_INPUT, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([len(self.segments)]))
+        keep = new_value(KEEP, segments=len(self.segments))
         graph.inputs.append(keep)
         flags = _split_flags(graph, keep, len(self.segments))
         # Last first: wrapping a segment leaves the boundaries of earlier ones as they were found.

@@ -10,11 +10,13 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from via_sd.contract.graphs import LAST_POSITION, LOGITS, NUM_LOGITS, TOTAL_LENGTH
 from via_sd.errors import UnsupportedModelError
+from via_sd.export.passes import gqa
+from via_sd.export.passes.values import find_input, find_output, new_value, shape_of
 
-LAST_POSITION = "last_position"
-TOTAL_LENGTH = "total_length"
-NUM_LOGITS = "num_logits"
+#: An input of a frontend's graph, which says how many tokens there are.
+ATTENTION_MASK = "attention_mask"
 
 
 class StepInputsPass(ir.passes.InPlacePass):
@@ -27,24 +29,24 @@ class StepInputsPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
-        last = ir.Value(name=LAST_POSITION, type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape(["batch"]))
-        total = ir.Value(name=TOTAL_LENGTH, type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape([]))
-        attentions = [node for node in graph if node.op_type == "GroupQueryAttention"]
+        last, total = new_value(LAST_POSITION), new_value(TOTAL_LENGTH)
+        attentions = gqa.attentions(graph)
         if not attentions:
             raise UnsupportedModelError(
                 "the graph has no GroupQueryAttention: this model's attention has no in-place KV cache on this provider"
             )
         for node in attentions:
-            node.replace_input_with(5, last)
-            node.replace_input_with(6, total)
+            node.replace_input_with(gqa.Input.LAST_POSITION, last)
+            node.replace_input_with(gqa.Input.TOTAL_LENGTH, total)
         RemoveUnusedNodesPass()(model)
-        for value in [v for v in graph.inputs if v.name == "attention_mask"]:
-            if value.uses():
-                users = sorted({user.op_type for user in value.consumers()})
+        mask = find_input(graph, ATTENTION_MASK)
+        if mask is not None:
+            if mask.uses():
+                users = sorted({user.op_type for user in mask.consumers()})
                 raise UnsupportedModelError(
                     f"the attention mask is also read by {', '.join(users)}: not a plain causal decoder"
                 )
-            graph.inputs.remove(value)
+            graph.inputs.remove(mask)
         graph.inputs.extend([last, total])
         return ir.passes.PassResult(model, modified=True)
 
@@ -62,7 +64,7 @@ class LastLogitsPass(ir.passes.InPlacePass):
         head = find_head(graph)
         hidden = head.inputs[0]
         assert hidden is not None
-        count = ir.Value(name=NUM_LOGITS, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1]))
+        count = new_value(NUM_LOGITS)
         graph.inputs.append(count)
         end = ir.Value(name="int64_max", const_value=ir.tensor(np.array([np.iinfo(np.int64).max]), name="int64_max"))
         axis = ir.Value(name="axis_position", const_value=ir.tensor(np.array([1]), name="axis_position"))
@@ -90,15 +92,15 @@ class LastLogitsPass(ir.passes.InPlacePass):
             ir.convenience.replace_nodes_and_values(graph, head, [head], [fused], [head.outputs[0]], [fused.outputs[0]])
             graph.opset_imports.setdefault("com.microsoft", 1)
         RemoveUnusedNodesPass()(model)
-        for value in graph.outputs:
-            if value.name == "logits":
-                value.shape = ir.Shape(["batch", NUM_LOGITS, _vocabulary(value)])
+        logits = find_output(graph, LOGITS.name)
+        assert logits is not None
+        logits.shape = shape_of(LOGITS, vocab=_vocabulary(logits))
         return ir.passes.PassResult(model, modified=True)
 
 
 def find_head(graph: ir.Graph) -> ir.Node:
     """The node that multiplies the last hidden state by the vocabulary."""
-    logits = next((v for v in graph.outputs if v.name == "logits"), None)
+    logits = find_output(graph, LOGITS.name)
     node = logits.producer() if logits is not None else None
     while node is not None and node.op_type not in ("MatMul", "FusedMatMul", "MatMulNBits"):
         sources = [v.producer() for v in node.inputs if v is not None and v.producer() is not None]
@@ -108,7 +110,7 @@ def find_head(graph: ir.Graph) -> ir.Node:
     return node
 
 
-def _vocabulary(logits: ir.Value) -> int | str:
+def _vocabulary(logits: ir.Value) -> int | None:
     assert logits.shape is not None
     size = logits.shape[-1]
-    return size if isinstance(size, int) else "vocab"
+    return size if isinstance(size, int) else None

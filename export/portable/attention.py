@@ -20,12 +20,12 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from via_sd.contract.graphs import CACHE_SLOTS, INPUT_IDS, LAST_POSITION, PARTS, POSITION_IDS, TOTAL_LENGTH
 from via_sd.errors import UnsupportedModelError
-from via_sd.export.passes.step_inputs import LAST_POSITION, TOTAL_LENGTH
+from via_sd.export.passes import gqa
+from via_sd.export.passes.values import find_input, new_value, shape_of
 from via_sd.export.portable.constants import add, int64_constant, named_constant
 
-POSITION_IDS = "position_ids"
-CACHE_SLOTS = "cache_slots"
 #: What a score is lowered by where a token must not look: the lowest finite float16.
 MASKED = -65504.0
 #: Attributes of GroupQueryAttention that are lowered, and the values of others that change nothing.
@@ -37,7 +37,6 @@ _NEUTRAL = {
     "v_quant_type": "NONE",
     "kv_cache_bit_width": 0,
 }
-_QUERY, _KEY, _VALUE, _PAST_KEY, _PAST_VALUE, _COS, _SIN = 0, 1, 2, 3, 4, 7, 8
 _SLOT_AXIS = 2  # of a cache
 
 
@@ -56,7 +55,7 @@ class AttentionPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
-        attentions = [node for node in graph if node.op_type == "GroupQueryAttention"]
+        attentions = gqa.attentions(graph)
         if not attentions:
             raise UnsupportedModelError("the graph has no GroupQueryAttention; wanted a decoder as an export leaves it")
         shared = _Shared(graph)
@@ -64,11 +63,11 @@ class AttentionPass(ir.passes.InPlacePass):
             _lower(graph, node, shared, self.max_seq_len, f"attention_{index}")
         graph.insert_before(graph[0], shared.nodes)
         RemoveUnusedNodesPass()(model)
-        for value in [v for v in graph.inputs if v.name in (LAST_POSITION, TOTAL_LENGTH)]:
+        for value in [v for v in graph.inputs if v.name in (LAST_POSITION.name, TOTAL_LENGTH.name)]:
             graph.inputs.remove(value)
-        for value in graph.inputs:
-            if value.name == "input_ids":
-                value.shape = ir.Shape(["batch", "tokens"])
+        tokens = find_input(graph, INPUT_IDS.name)
+        assert tokens is not None
+        tokens.shape = shape_of(INPUT_IDS)
         return ir.passes.PassResult(model, modified=True)
 
 
@@ -86,9 +85,7 @@ class _Shared:
 
     def __init__(self, graph: ir.Graph) -> None:
         self.graph = graph
-        int64 = ir.TensorType(ir.DataType.INT64)
-        self.positions = ir.Value(name=POSITION_IDS, type=int64, shape=ir.Shape(["batch", "tokens"]))
-        self.slots = ir.Value(name=CACHE_SLOTS, type=int64, shape=ir.Shape(["visible"]))
+        self.positions, self.slots = new_value(POSITION_IDS), new_value(CACHE_SLOTS)
         graph.inputs.extend([self.positions, self.slots])
         self.nodes: list[ir.Node] = []
         self.write_index = add(self.nodes, "Gather", [self.positions, int64_constant(graph, 0)], "write_index", axis=1)
@@ -125,46 +122,45 @@ class _Shared:
 
 def _lower(graph: ir.Graph, node: ir.Node, shared: _Shared, max_seq_len: int, name: str) -> None:
     _check(node)
-    past_key, past_value = node.inputs[_PAST_KEY], node.inputs[_PAST_VALUE]
+    (past_key, present_key), (past_value, present_value) = gqa.kv_buffers(node)
     assert past_key is not None
     assert past_value is not None
     geometry = _geometry(node, past_key)
-    for past, present in zip((past_key, past_value), node.outputs[1:3], strict=True):
+    for past, present in ((past_key, present_key), (past_value, present_value)):
         if not past.is_graph_input() or not present.is_graph_output():
             raise UnsupportedModelError(f"KV cache {past.name!r} is not a direct input and output of the graph")
         past.shape = ir.Shape(["batch", geometry.kv_heads, max_seq_len, geometry.head_dim])
         present.shape = past.shape
     nodes: list[ir.Node] = []
     query, key, value = _heads(graph, nodes, node, geometry, name)
-    if _attribute(node, "do_rotary", 0):
+    if gqa.number(node, "do_rotary", 0):
         query = _rotate(nodes, node, query, shared, geometry, f"{name}_query_rotated")
         key = _rotate(nodes, node, key, shared, geometry, f"{name}_key_rotated")
-    present_key, present_value = (
+    written_key, written_value = (
         add(
             nodes, "TensorScatter", [past, update, shared.write_index], f"{name}_{part}", axis=_SLOT_AXIS, mode="linear"
         )
-        for past, update, part in ((past_key, key, "key"), (past_value, value, "value"))
+        for past, update, part in zip((past_key, past_value), (key, value), PARTS, strict=True)
     )
-    scale = _attribute(node, "scale", 0.0) or 1.0 / math.sqrt(geometry.head_dim)
+    scale = gqa.number(node, "scale", 0.0) or 1.0 / math.sqrt(geometry.head_dim)
     factor = named_constant(graph, f"attention_scale_{scale}", np.array(scale, np.float32))
     query = add(nodes, "Mul", [query, factor], f"{name}_query_scaled")
-    window = int(_attribute(node, "local_window_size", -1))
+    window = int(gqa.number(node, "local_window_size", -1))
     inputs = [
         query,
-        shared.look(nodes, present_key, f"{name}_key_visible"),
-        shared.look(nodes, present_value, f"{name}_value_visible"),
+        shared.look(nodes, written_key, f"{name}_key_visible"),
+        shared.look(nodes, written_value, f"{name}_value_visible"),
         shared.mask(window if 0 < window < max_seq_len else -1),
     ]
     attributes = {"scale": 1.0}
-    if softcap := _attribute(node, "softcap", 0.0):
+    if softcap := gqa.number(node, "softcap", 0.0):
         attributes["softcap"] = softcap
     mixed = add(nodes, "Attention", inputs, f"{name}_mixed", **attributes)
     rows = add(nodes, "Transpose", [mixed], f"{name}_rows", perm=[0, 2, 1, 3])
     width = geometry.heads * geometry.head_dim
     joined = add(nodes, "Reshape", [rows, int64_constant(graph, [0, 0, width])], f"{name}_out")
-    ir.convenience.replace_nodes_and_values(
-        graph, node, [node], nodes, list(node.outputs[:3]), [joined, present_key, present_value]
-    )
+    old = [node.outputs[gqa.Output.ATTENTION], present_key, present_value]
+    ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, old, [joined, written_key, written_value])
 
 
 def _check(node: ir.Node) -> None:
@@ -173,7 +169,7 @@ def _check(node: ir.Node) -> None:
         for name, attribute in node.attributes.items()
         if name not in _LOWERED and attribute.value != _NEUTRAL.get(name)
     ]
-    extra = [value.name for value in node.inputs[_SIN + 1 :] if value is not None]
+    extra = [value.name for value in node.inputs[gqa.Input.SIN + 1 :] if value is not None]
     if unknown or extra:
         raise UnsupportedModelError(
             f"attention {node.outputs[0].name!r} asks for {', '.join(str(x) for x in unknown + extra)}, which standard "
@@ -185,14 +181,14 @@ def _geometry(node: ir.Node, past_key: ir.Value) -> _Geometry:
     shape = past_key.shape
     if shape is None or not isinstance(shape[1], int) or not isinstance(shape[3], int):
         raise UnsupportedModelError(f"the shape of KV cache {past_key.name!r} is not known: {shape}")
-    return _Geometry(int(_attribute(node, "num_heads", 0)), shape[1], shape[3])
+    return _Geometry(int(gqa.number(node, "num_heads", 0)), shape[1], shape[3])
 
 
 def _heads(
     graph: ir.Graph, nodes: list[ir.Node], node: ir.Node, geometry: _Geometry, name: str
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Query, key and value as [batch, heads, tokens, head_dim], unpacked if they come as one product."""
-    query, key, value = node.inputs[_QUERY], node.inputs[_KEY], node.inputs[_VALUE]
+    query, key, value = (gqa.given(node, i) for i in (gqa.Input.QUERY, gqa.Input.KEY, gqa.Input.VALUE))
     assert query is not None
     if key is None or value is None:
         sizes = [count * geometry.head_dim for count in (geometry.heads, geometry.kv_heads, geometry.kv_heads)]
@@ -219,15 +215,10 @@ def _heads(
 def _rotate(
     nodes: list[ir.Node], node: ir.Node, heads: ir.Value, shared: _Shared, geometry: _Geometry, name: str
 ) -> ir.Value:
-    cos, sin = node.inputs[_COS], node.inputs[_SIN]
+    cos, sin = gqa.given(node, gqa.Input.COS), gqa.given(node, gqa.Input.SIN)
     if cos is None or sin is None or cos.shape is None or not isinstance(cos.shape[1], int):
         raise UnsupportedModelError(f"attention {node.outputs[0].name!r} rotates without a table of known width")
-    attributes = {"interleaved": _attribute(node, "rotary_interleaved", 0)}
+    attributes = {"interleaved": gqa.number(node, "rotary_interleaved", 0)}
     if (rotated := 2 * cos.shape[1]) != geometry.head_dim:
         attributes["rotary_embedding_dim"] = rotated
     return add(nodes, "RotaryEmbedding", [heads, cos, sin, shared.positions], name, **attributes)
-
-
-def _attribute(node: ir.Node, name: str, default: float) -> float:
-    attribute = node.attributes.get(name)
-    return default if attribute is None else attribute.value

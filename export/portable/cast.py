@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from via_sd.contract.graphs import ROW_LOGITS
 from via_sd.errors import ExportError
+from via_sd.export.passes.values import find_output
 
 
 class CastPass(ir.passes.InPlacePass):
@@ -31,7 +33,8 @@ class CastPass(ir.passes.InPlacePass):
             if tensor is not None and tensor.dtype == ir.DataType.FLOAT:
                 value.const_value = _converted(tensor, self.dtype, value.name or "")
                 value.type = ir.TensorType(self.dtype)
-        logits = next(value for value in graph.outputs if value.name == "logits")
+        logits = find_output(graph, ROW_LOGITS.name)
+        assert logits is not None
         for value in [*graph.inputs, *graph.outputs, *(v for node in graph for v in node.outputs)]:
             if value is not logits and value.dtype == ir.DataType.FLOAT:
                 value.type = ir.TensorType(self.dtype)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from via_sd.contract.graphs import LOGIT_ROWS, LOGITS, NUM_LOGITS, ROW_LOGITS
 from via_sd.errors import UnsupportedModelError
-from via_sd.export.passes.step_inputs import NUM_LOGITS
+from via_sd.export.passes.values import find_input, find_output, new_value, shape_of
 from via_sd.export.portable.constants import add
-
-LOGIT_ROWS = "logit_rows"
 
 
 class HeadPass(ir.passes.InPlacePass):
@@ -29,28 +28,29 @@ class HeadPass(ir.passes.InPlacePass):
         _gather_rows(graph)
         for node in [node for node in graph if node.op_type == "FusedMatMul"]:
             _untie_layout(graph, node)
-        logits = next(value for value in graph.outputs if value.name == "logits")
+        logits = find_output(graph, LOGITS.name)
+        assert logits is not None
         index = list(graph.outputs).index(logits)
-        logits.name = "logits_native"
-        cast = ir.node("Cast", [logits], {"to": ir.DataType.FLOAT.value}, name="logits")
+        logits.name = f"{LOGITS.name}_native"
+        cast = ir.node("Cast", [logits], {"to": ir.DataType.FLOAT.value}, name=ROW_LOGITS.name)
         graph.append(cast)
         out = cast.outputs[0]
-        out.name = "logits"
+        out.name = ROW_LOGITS.name
         out.type = ir.TensorType(ir.DataType.FLOAT)
-        vocabulary = logits.shape[-1] if logits.shape is not None else "vocab"
-        out.shape = ir.Shape(["batch", "rows", vocabulary])
+        vocabulary = logits.shape[-1] if logits.shape is not None else None
+        out.shape = shape_of(ROW_LOGITS, vocab=vocabulary if isinstance(vocabulary, int) else None)
         graph.outputs[index] = out
         return ir.passes.PassResult(model, modified=True)
 
 
 def _gather_rows(graph: ir.Graph) -> None:
-    count = next((value for value in graph.inputs if value.name == NUM_LOGITS), None)
+    count = find_input(graph, NUM_LOGITS.name)
     slices = [] if count is None else [n for user in count.consumers() for n in user.outputs[0].consumers()]
     if count is None or len(slices) != 1 or slices[0].op_type != "Slice":
         raise UnsupportedModelError(
-            f"the graph does not select logits by {NUM_LOGITS!r}; wanted a graph as an export leaves it"
+            f"the graph does not select logits by {NUM_LOGITS.name!r}; wanted a graph as an export leaves it"
         )
-    rows = ir.Value(name=LOGIT_ROWS, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(["rows"]))
+    rows = new_value(LOGIT_ROWS)
     graph.inputs[list(graph.inputs).index(count)] = rows
     old = slices[0]
     (negated,) = count.consumers()

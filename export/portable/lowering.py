@@ -36,19 +36,8 @@ def to_portable(
 ) -> ir.Model:
     """The portable graph of `model`, full or as `mask` prunes it; `model` itself stays as it is.
 
-    Inputs of the result (T is `dtype`, S_max is `max_seq_len`, layers keep their original index):
-
-    - `input_ids` int64 [batch, tokens]
-    - `position_ids` int64 [batch, tokens]: consecutive per sequence; the first says where the step is written, and a
-      token sees the cache up to its own position, whatever lies behind it
-    - `cache_slots` int64 [visible]: 0, 1, …, visible - 1; how much of the cache the step looks at, which must reach
-      past its last position and costs time beyond that
-    - `past_key_values.{layer}.key|value` T [batch, kv_heads, S_max, head_dim], for every layer that keeps its attention
-    - `logit_rows` int64 [rows]: which of the step's tokens (0 to tokens - 1) to compute logits for
-    - `candidates` int64 [batch, rows]: for each of these a token that its numbers are to be about too
-
-    Outputs: `logits` float32 [batch, rows, vocab]; `row_numbers` float32 [batch, rows, 4], see `RowNumbersPass`;
-    `present.{layer}.key|value`, shaped as the past and meant to be bound to the same memory.
+    For its inputs and outputs see `via_sd.contract.graphs`. A token attends to the KV buffers up to its own position,
+    whatever lies behind it; slots that a step reads beyond its last position cost time.
 
     Args:
         model: a decoder graph as an export leaves it (`lower` applied), routed or not, not quantised.

@@ -8,13 +8,11 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from via_sd.contract.graphs import ARGMAX, CANDIDATES, GAP, MARGIN, ROW_LOGITS, ROW_NUMBERS, SUM_EXP
 from via_sd.errors import UnsupportedModelError
+from via_sd.export.passes.values import find_output, new_value, shape_of
 from via_sd.export.portable.constants import add, int64_constant, named_constant
 
-CANDIDATES = "candidates"
-ROW_NUMBERS = "row_numbers"
-#: Columns of `row_numbers`.
-_NUMBERS = 4
 #: Stands for the best logit where the best of the others is looked for.
 _LEAST = -1e30
 #: A token id is exact in float32 below this.
@@ -38,11 +36,12 @@ class RowNumbersPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
-        logits = next(value for value in graph.outputs if value.name == "logits")
+        logits = find_output(graph, ROW_LOGITS.name)
+        assert logits is not None
         vocabulary = logits.shape[-1] if logits.shape is not None else None
         if not isinstance(vocabulary, int) or vocabulary > _MOST_TOKENS:
             raise UnsupportedModelError(f"the graph has logits over {vocabulary} tokens, wanted at most {_MOST_TOKENS}")
-        candidates = ir.Value(name=CANDIDATES, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(["batch", "rows"]))
+        candidates = new_value(CANDIDATES)
         graph.inputs.append(candidates)
         nodes: list[ir.Node] = []
         last = int64_constant(graph, [-1])
@@ -64,8 +63,9 @@ class RowNumbersPass(ir.passes.InPlacePass):
         is_best = add(nodes, "Equal", [tokens, best], "row_is_best")
         others = add(nodes, "Where", [is_best, constant(_LEAST), below], "row_others")
         margin = add(nodes, "Neg", [reduce("ReduceMax", others, "row_second")], "row_margin")
-        numbers = add(nodes, "Concat", [best, mass, gap, margin], ROW_NUMBERS, axis=-1)
-        numbers.type, numbers.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(["batch", "rows", _NUMBERS])
+        columns = {ARGMAX: best, SUM_EXP: mass, GAP: gap, MARGIN: margin}
+        numbers = add(nodes, "Concat", [columns[i] for i in sorted(columns)], ROW_NUMBERS.name, axis=-1)
+        numbers.type, numbers.shape = ir.TensorType(ir.DataType.FLOAT), shape_of(ROW_NUMBERS)
         graph.extend(nodes)
         graph.outputs.insert(list(graph.outputs).index(logits) + 1, numbers)
         return ir.passes.PassResult(model, modified=True)

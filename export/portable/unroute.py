@@ -5,7 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from via_sd.export.passes.route import KEEP_INPUT
+from via_sd.contract.graphs import KEEP
+from via_sd.export.passes.values import find_input
 
 
 class UnroutePass(ir.passes.InPlacePass):
@@ -17,7 +18,7 @@ class UnroutePass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
-        keep = next((value for value in graph.inputs if value.name == KEEP_INPUT), None)
+        keep = find_input(graph, KEEP.name)
         if keep is None:
             return ir.passes.PassResult(model, modified=False)
         flags = {keep, *(output for user in keep.consumers() for output in user.outputs)}

@@ -10,9 +10,12 @@ from typing import NoReturn
 import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedNodesPass
 
+from via_sd.contract.graphs import INPUT_IDS, LOGITS, kv_names
 from via_sd.errors import UnsupportedModelError
-from via_sd.export.passes import SharedTablePass, find_sublayers
+from via_sd.export.passes import SharedTablePass, find_sublayers, gqa
 from via_sd.export.passes.attention_semantics import AttentionSemantics
+from via_sd.export.passes.step_inputs import ATTENTION_MASK
+from via_sd.export.passes.values import find_input, find_output
 from via_sd.export.sources.source_graph import SourceGraph
 
 ADVICE = (
@@ -42,10 +45,9 @@ _OTHER_ATTENTION = {
     "Softmax",
 }
 _OTHER_FLOATS = {ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16", ir.DataType.DOUBLE: "float64"}
-#: Inputs of GroupQueryAttention.
-_QUERY, _KEY, _PAST, _LENGTHS, _COS = 0, 1, (3, 4), (5, 6), 7
-#: Inputs of GroupQueryAttention that a step does not have.
-_UNKNOWN_INPUTS = {9: "position_ids", 10: "attention_bias", 12: "k_scale", 13: "v_scale"}
+_LENGTHS = (gqa.Input.LAST_POSITION, gqa.Input.TOTAL_LENGTH)
+#: Inputs of an attention that a step does not have.
+_UNKNOWN_INPUTS = (gqa.Input.POSITION_IDS, gqa.Input.ATTENTION_BIAS, gqa.Input.K_SCALE, gqa.Input.V_SCALE)
 _WINDOW_CACHE = "sliding_window_cache"
 
 
@@ -53,9 +55,9 @@ _WINDOW_CACHE = "sliding_window_cache"
 class Declared:
     """What is said of a graph beside it: names of its inputs and outputs (the KV buffers aside), and its head size."""
 
-    input_ids: str = "input_ids"
-    attention_mask: str = "attention_mask"
-    logits: str = "logits"
+    input_ids: str = INPUT_IDS.name
+    attention_mask: str = ATTENTION_MASK
+    logits: str = LOGITS.name
     head_size: int | None = None
 
 
@@ -80,8 +82,8 @@ class ForeignDecoder:
 def adopt(file: Path, model: ir.Model, declared: Declared) -> ForeignDecoder:
     """Bring the graph in `file`, in place, into the form a checkpoint's has before it is lowered.
 
-    Inputs and outputs afterwards: `input_ids`, `attention_mask` (if it had one), `past_key_values.{layer}.key|value`
-    float32 [batch, heads, past, head size]; `logits`, `present.{layer}.key|value`. Embedding and head share a table.
+    Inputs and outputs afterwards: `input_ids`, KV buffers float32 [batch, heads, past, head size], `attention_mask` (if
+    it had one); `logits`, KV buffers. They are called as in `via_sd.contract.graphs`. Embedding and head share a table.
 
     Raises:
         UnsupportedModelError: no float32 decoder over GroupQueryAttention, or one that a step cannot feed.
@@ -104,7 +106,7 @@ class _Reader:
         self.file = file
         self.graph = graph
         self.declared = declared
-        self.attentions = [node for node in graph if node.op_type == "GroupQueryAttention"]
+        self.attentions = gqa.attentions(graph)
 
     def refuse(self, found: str, wanted: str) -> NoReturn:
         raise UnsupportedModelError(f"{self.file} {found}; wanted {wanted}; {ADVICE}")
@@ -137,7 +139,7 @@ class _Reader:
             self._check_mask(mask)
 
     def _check_interface(self) -> None:
-        past = {node.inputs[index] for node in self.attentions for index in _PAST}
+        past = {past for node in self.attentions for past, _ in gqa.kv_buffers(node)}
         known = (self.declared.input_ids, self.declared.attention_mask)
         foreign = [str(v.name) for v in self.graph.inputs if v not in past and v.name not in known]
         tokens = self._input(self.declared.input_ids)
@@ -146,21 +148,20 @@ class _Reader:
             self.refuse(found, f"no inputs but {' and '.join(known)} and KV buffers")
         if tokens is not None and tokens.dtype != ir.DataType.INT64:
             self.refuse(f"takes tokens as {tokens.dtype}", "int64")
-        logits = next((v for v in self.graph.outputs if v.name == self.declared.logits), None)
+        logits = find_output(self.graph, self.declared.logits)
         if logits is None or logits.shape is None or not isinstance(logits.shape[-1], int):
             self.refuse(f"has no output {self.declared.logits} of known width", "logits over the vocabulary")
         elif logits.shape[1] == 1:
             self.refuse("has logits of the last position only (prune_lm_head)", "those of every position of a step")
 
     def _check_attention(self, node: ir.Node) -> None:
-        extra = [name for i, name in _UNKNOWN_INPUTS.items() if i < len(node.inputs) and node.inputs[i] is not None]
+        extra = [index.name.lower() for index in _UNKNOWN_INPUTS if gqa.given(node, index) is not None]
         if extra:
             self.refuse(f"gives its attention {', '.join(extra)}", "lengths, KV buffers and rotary tables")
-        if _number(node, "causal", 1) != 1:
+        if gqa.number(node, "causal", 1) != 1:
             self.refuse("has attention that is not causal", "a decoder")
-        for before, after in zip(_PAST, node.outputs[1:3], strict=True):
-            past = node.inputs[before]
-            if past is None or not past.is_graph_input() or len(past.uses()) != 1 or not after.is_graph_output():
+        for past, present in gqa.kv_buffers(node):
+            if past is None or not past.is_graph_input() or len(past.uses()) != 1 or not present.is_graph_output():
                 name = "none" if past is None else past.name
                 self.refuse(f"has a KV cache ({name}) that attention does not have to itself", "an input and an output")
             elif past.dtype != ir.DataType.FLOAT:
@@ -171,9 +172,9 @@ class _Reader:
         seen, stack = {mask}, [mask]
         while stack:
             for node, index in stack.pop().uses():
-                if node.op_type == "GroupQueryAttention" and index in _LENGTHS:
+                if node.op_type == gqa.OP_TYPE and index in _LENGTHS:
                     continue
-                if node.op_type == "GroupQueryAttention" or any(v.is_graph_output() for v in node.outputs):
+                if node.op_type == gqa.OP_TYPE or any(v.is_graph_output() for v in node.outputs):
                     self.refuse(
                         f"uses {mask.name} for more than lengths (input {index} of {node.op_type})",
                         "a mask that only says how many tokens there are",
@@ -183,7 +184,7 @@ class _Reader:
 
     def precision(self) -> str | None:
         """Precision of the quantised weights, None where there are none."""
-        bits = {_number(node, "bits", 4) for node in self.graph.all_nodes() if node.op_type in _QUANTISED}
+        bits = {gqa.number(node, "bits", 4) for node in self.graph.all_nodes() if node.op_type in _QUANTISED}
         if bits - set(_BITS):
             self.refuse(f"has weights in {', '.join(f'{b:g}' for b in sorted(bits))} bits", "4 or 8")
         return _BITS[int(min(bits))] if bits else None
@@ -193,9 +194,9 @@ class _Reader:
         default = 1.0 / math.sqrt(self._head_size())
         return [
             AttentionSemantics(
-                int(_number(node, "local_window_size", -1)),
-                _number(node, "scale", 0.0) or default,
-                _number(node, "softcap", 0.0),
+                int(gqa.number(node, "local_window_size", -1)),
+                gqa.number(node, "scale", 0.0) or default,
+                gqa.number(node, "softcap", 0.0),
             )
             for node in self.attentions
         ]
@@ -204,19 +205,19 @@ class _Reader:
         """Give inputs and outputs our names and shapes, in our order; returns how to run the graph as it came."""
         heads, size = self._kv_heads(), self._head_size()
         tokens, mask = self._input(self.declared.input_ids), self._input(self.declared.attention_mask)
-        logits = next(v for v in self.graph.outputs if v.name == self.declared.logits)
+        logits = find_output(self.graph, self.declared.logits)
         assert tokens is not None
+        assert logits is not None
         kv: list[tuple[ir.Value, ir.Value]] = []
         window = 0
         for node in self.attentions:
-            for index, present in zip(_PAST, node.outputs[1:3], strict=True):
-                past = node.inputs[index]
+            for past, present in gqa.kv_buffers(node):
                 assert past is not None
                 kv.append((past, present))
             # Our buffers hold every position, so nothing is ever evicted.
             cache = node.attributes.pop(_WINDOW_CACHE, None)
             if cache is not None and cache.as_int():
-                window = max(window, int(_number(node, "local_window_size", 0)))
+                window = max(window, int(gqa.number(node, "local_window_size", 0)))
         source = SourceGraph(
             self.file,
             self.declared.input_ids,
@@ -226,17 +227,17 @@ class _Reader:
             (heads, size),
             window,
         )
-        tokens.name, tokens.shape = "input_ids", ir.Shape(["batch", "sequence_len"])
-        logits.name = "logits"
-        for index, (past, present) in enumerate(kv):
-            layer, part = index // 2, ("key", "value")[index % 2]
-            past.name, present.name = f"past_key_values.{layer}.{part}", f"present.{layer}.{part}"
-            past.shape = ir.Shape(["batch", heads, "past_sequence_len", size])
-            present.shape = ir.Shape(["batch", heads, "total_sequence_len", size])
+        tokens.name, tokens.shape = INPUT_IDS.name, ir.Shape(["batch", "sequence_len"])
+        logits.name = LOGITS.name
+        names = [pair for layer in range(len(self.attentions)) for pair in kv_names(layer)]
+        for (before, after), (past_name, present_name) in zip(kv, names, strict=True):
+            before.name, after.name = past_name, present_name
+            before.shape = ir.Shape(["batch", heads, "past_sequence_len", size])
+            after.shape = ir.Shape(["batch", heads, "total_sequence_len", size])
         self.graph.inputs.clear()
         self.graph.inputs.extend([tokens, *(past for past, _ in kv)])
         if mask is not None:
-            mask.name = "attention_mask"
+            mask.name = ATTENTION_MASK
             self.graph.inputs.append(mask)
         self.graph.outputs.clear()
         self.graph.outputs.extend([logits, *(present for _, present in kv)])
@@ -254,22 +255,22 @@ class _Reader:
         found = {
             "hidden_size": weight.shape[0],
             "num_hidden_layers": len(self.attentions),
-            "num_attention_heads": int(_number(self.attentions[0], "num_heads", 0)),
+            "num_attention_heads": int(gqa.number(self.attentions[0], "num_heads", 0)),
             "num_key_value_heads": self._kv_heads(),
             "head_dim": self._head_size(),
             "vocab_size": _known(logits.shape[-1]),
         }
-        tables = [node.inputs[_COS] for node in self.attentions if _number(node, "do_rotary", 0)]
+        tables = [gqa.given(node, gqa.Input.COS) for node in self.attentions if gqa.number(node, "do_rotary", 0)]
         rows = [table.shape[0] for table in tables if table is not None and table.shape is not None]
         if limits := [row for row in rows if isinstance(row, int)]:
             found["max_position_embeddings"] = min(limits)
         return found
 
     def _input(self, name: str) -> ir.Value | None:
-        return next((value for value in self.graph.inputs if value.name == name), None)
+        return find_input(self.graph, name)
 
     def _kv_heads(self) -> int:
-        counts = {int(_number(node, "kv_num_heads", 0)) for node in self.attentions}
+        counts = {int(gqa.number(node, "kv_num_heads", 0)) for node in self.attentions}
         if len(counts) != 1:
             self.refuse(f"has layers with {sorted(counts)} KV heads", "the same in every layer")
         return counts.pop()
@@ -279,14 +280,14 @@ class _Reader:
         sizes = set()
         kv_heads = self._kv_heads()
         for node in self.attentions:
-            past, query = node.inputs[_PAST[0]], node.inputs[_QUERY]
+            past, query = gqa.given(node, gqa.Input.PAST_KEY), gqa.given(node, gqa.Input.QUERY)
             size = past.shape[3] if past is not None and past.shape is not None else None
             if not isinstance(size, int):
                 width = query.shape[-1] if query is not None and query.shape is not None else None
-                packed = 0 if node.inputs[_KEY] is not None else 2 * kv_heads
+                packed = 0 if gqa.given(node, gqa.Input.KEY) is not None else 2 * kv_heads
                 size = self.declared.head_size
                 if isinstance(width, int):
-                    size = width // (int(_number(node, "num_heads", 1)) + packed)
+                    size = width // (int(gqa.number(node, "num_heads", 1)) + packed)
             sizes.add(size)
         if len(sizes) != 1 or None in sizes:
             found = ", ".join(map(str, sorted(size for size in sizes if size is not None))) or "unknown"
@@ -297,8 +298,3 @@ class _Reader:
 def _known(dimension: int | ir.SymbolicDim) -> int:
     assert isinstance(dimension, int)  # it was checked
     return dimension
-
-
-def _number(node: ir.Node, name: str, default: float) -> float:
-    attribute = node.attributes.get(name)
-    return default if attribute is None else float(attribute.value)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from via_sd.contract.graphs import PORTABLE_INPUTS
 from via_sd.errors import ExportError
-from via_sd.export.portable import CACHE_SLOTS, CANDIDATES, LOGIT_ROWS, POSITION_IDS
 from via_sd.export.tensorrt.library import Library
 from via_sd.export.tensorrt.log import BuildLog
 from via_sd.export.tensorrt.network import Network, parse_network
@@ -76,15 +76,16 @@ def build_plan(
 
 def _profile(network: Network, profile: Profile) -> Any:
     result = network.builder.create_optimization_profile()
+    sizes: dict[int | str, tuple[int, int, int]] = {
+        "batch": (1, 1, 1),
+        "tokens": profile.tokens.corners,
+        "rows": profile.rows.corners,
+        "visible": profile.visible.corners,
+    }
+    step_inputs = {tensor.name: tensor.shape for tensor in PORTABLE_INPUTS}
     for tensor in network.inputs:
-        if tensor.name in ("input_ids", POSITION_IDS):
-            result.set_shape(tensor.name, *((1, tokens) for tokens in profile.tokens.corners))
-        elif tensor.name == CACHE_SLOTS:
-            result.set_shape(tensor.name, *((visible,) for visible in profile.visible.corners))
-        elif tensor.name == LOGIT_ROWS:
-            result.set_shape(tensor.name, *((rows,) for rows in profile.rows.corners))
-        elif tensor.name == CANDIDATES:
-            result.set_shape(tensor.name, *((1, rows) for rows in profile.rows.corners))
+        if tensor.name in step_inputs:
+            result.set_shape(tensor.name, *zip(*(sizes[dim] for dim in step_inputs[tensor.name]), strict=True))
         elif -1 in tuple(tensor.shape):
             shape = tuple(1 if size == -1 else size for size in tensor.shape)
             result.set_shape(tensor.name, shape, shape, shape)

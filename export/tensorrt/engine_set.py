@@ -21,6 +21,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from via_sd.contract.graphs import DRAFTER, VERIFIER
 from via_sd.errors import ExportError
 from via_sd.export.portable import portable_dtype, to_portable
 from via_sd.export.tensorrt.builder import BuildOptions, build_plan
@@ -39,7 +40,7 @@ from via_sd.export.tensorrt.manifest import (
     write_engines_manifest,
 )
 from via_sd.export.tensorrt.profiles import plan_profiles
-from via_sd.export.tensorrt.source import DRAFTER, VERIFIER, Decoder, Source, file_matches, open_decoder, read_source
+from via_sd.export.tensorrt.source import Decoder, Source, file_matches, open_decoder, read_source
 from via_sd.export.tensorrt.weights import (
     Table,
     refer_to_weights,

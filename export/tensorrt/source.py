@@ -12,6 +12,7 @@ from typing import Any
 import onnx_ir as ir
 import xxhash
 
+from via_sd.contract.graphs import DRAFTER, VERIFIER
 from via_sd.errors import ExportError
 from via_sd.export.passes.lower import lower
 from via_sd.export.sources.checkpoint import open_checkpoint
@@ -20,9 +21,6 @@ from via_sd.export.writer.bundle import VERSION as BUNDLE_VERSION
 from via_sd.export.writer.weights import load_graph
 from via_sd.masks import Mask, ModelIdentity, parse_mask
 from via_sd.progress import Progress
-
-VERIFIER, DRAFTER = "verifier", "drafter"
-FULL = "full"
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from via_sd.contract.graphs import DRAFTER, FULL
 from via_sd.errors import RepositoryError
 from via_sd.export.triton.config import ServingOptions, model_config
 from via_sd.export.triton.pbtxt import Message, Word, string_map, to_pbtxt
@@ -23,9 +24,7 @@ from via_sd.export.triton.repository import MANIFEST, new_model, read_manifest, 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-FULL = "full"
 SLIM = "slim"
-DRAFTER = "drafter"
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import xxhash
 
+from via_sd.contract.graphs import DRAFTER, VERIFIER
 from via_sd.errors import ExportError
 from via_sd.export.sources.checkpoint import Checkpoint, open_checkpoint
 from via_sd.export.writer.decoder import write_decoder
@@ -71,11 +72,11 @@ def export_bundle(
         tiers = [resolve_mask(mask, source.identity, mask_format) for mask in masks]
         deepest = drafter_mask(drafter, source.identity, mask_format)
         limit = capacity(max_seq_len, source.config)
-        (directory / "verifier").mkdir()
+        (directory / VERIFIER).mkdir()
         tokenizer = export_tokenizer(source.directory, directory, source.config)
         every = tiers + ([deepest] if deepest else [])
         check_nesting(every)
-        decoder = write_decoder(source, directory / "verifier", every, precision, limit, check, progress)
+        decoder = write_decoder(source, directory / VERIFIER, every, precision, limit, check, progress)
         manifest: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
@@ -131,12 +132,12 @@ def _write_drafter(
     progress: Progress,
 ) -> dict[str, Any]:
     """Write the model `drafter` to the bundle in `directory`; its entry in the manifest."""
-    with open_checkpoint(drafter, prefixed(progress, "drafter")) as source:
+    with open_checkpoint(drafter, prefixed(progress, DRAFTER)) as source:
         shared = check_vocabularies(verifier.directory, source.directory, verifier.config, source.config)
-        (directory / "drafter").mkdir()
+        (directory / DRAFTER).mkdir()
         precision_of(precision, source, drafter)
         limit = min(max_seq_len, capacity(None, source.config, at_most=max_seq_len))
-        decoder = write_decoder(source, directory / "drafter", [], precision, limit, check, progress)
+        decoder = write_decoder(source, directory / DRAFTER, [], precision, limit, check, progress)
         return {
             "kind": "model",
             "model": source.identity.to_json(),

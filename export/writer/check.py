@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from via_sd.contract.graphs import KEEP, LOGITS, PRESENT, kv_place, step_arrays
 from via_sd.errors import ExportError
 from via_sd.export.passes.attention_semantics import semantics_of
 from via_sd.export.sources.source_graph import SourceGraph, run_source
@@ -137,7 +138,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 def run_graph(graph: Stepper, tokens: np.ndarray, chunks: Sequence[int], max_seq_len: int) -> np.ndarray:
     """Feed `tokens` to the full tier in steps of `chunks` tokens; logits [tokens, vocab] of every position."""
-    return np.concatenate([outputs["logits"][0] for outputs in run_steps(graph, tokens, chunks, max_seq_len)])
+    return np.concatenate([outputs[LOGITS.name][0] for outputs in run_steps(graph, tokens, chunks, max_seq_len)])
 
 
 def run_steps(
@@ -145,20 +146,16 @@ def run_steps(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Feed `tokens` to the full tier in steps of `chunks` tokens; every output but the KV, by name, after each step."""
     keep: dict[str, np.ndarray] = {}
+    buffers = []
     for value in graph.session.get_inputs():
-        if value.name == "keep":
-            keep["keep"] = np.ones(value.shape, bool)
-        elif value.name.startswith("past_key_values."):
-            present = value.name.replace("past_key_values", "present")
+        if value.name == KEEP.name:
+            keep[KEEP.name] = np.ones(value.shape, bool)
+        elif (place := kv_place(value.name)) is not None:
+            present = PRESENT.format(layer=place[0], part=place[1])
             graph.hold(value.name, present, [1, value.shape[1], max_seq_len, value.shape[3]])
-    wanted = [value.name for value in graph.session.get_outputs() if not value.name.startswith("present.")]
+            buffers.append(present)
+    wanted = [value.name for value in graph.session.get_outputs() if value.name not in buffers]
     past = 0
     for size in chunks:
-        feeds: dict[str, np.ndarray] = {
-            "input_ids": tokens[None, past : past + size].astype(np.int64),
-            "last_position": np.array([past + size - 1], np.int32),
-            "total_length": np.array(past + size, np.int32),
-            "num_logits": np.array([size], np.int64),
-        }
-        yield graph.step(feeds | keep, wanted)
+        yield graph.step(step_arrays(tokens[past : past + size], past, size) | keep, wanted)
         past += size

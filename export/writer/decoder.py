@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from via_sd.contract.graphs import FULL, KEEP
 from via_sd.export.passes import FuseGateUpPass, PrunePass, RoutePass, keep_vector, plan_segments
 from via_sd.export.passes.lower import lower
 from via_sd.export.sources.checkpoint import Checkpoint
@@ -29,6 +30,8 @@ from via_sd.export.writer.stepper import Stepper
 from via_sd.export.writer.weights import WEIGHTS_FILE, save_graph, weights_as_inputs, write_weights
 from via_sd.masks import Mask
 from via_sd.progress import Progress
+
+GRAPH_FILE = "model.onnx"
 
 
 @dataclass(frozen=True)
@@ -75,23 +78,23 @@ def write_decoder(
     routed = RoutePass(segments)(model.clone()).model
 
     weights = write_weights(model, directory, progress)
-    save_graph(routed, directory / "model.onnx", weights)
-    tiers: dict[str, Any] = {"full": {"keep": [True] * len(segments), "graph": f"{directory.name}/model.onnx"}}
+    save_graph(routed, directory / GRAPH_FILE, weights)
+    tiers: dict[str, Any] = {FULL: {KEEP.name: [True] * len(segments), "graph": f"{directory.name}/{GRAPH_FILE}"}}
     for mask in masks:
         name = "slim.onnx" if len(masks) == 1 else f"slim-{mask.name}.onnx"
         save_graph(slims[mask.name], directory / name, weights)
         tiers[mask.name] = {
-            "keep": keep_vector(mask, segments),
+            KEEP.name: keep_vector(mask, segments),
             "graph": f"{directory.name}/{name}",
             "mask": mask.to_json(),
         }
     result = None
     if reference:
         progress("checking the bundle's graph", None)
-        found = check_logits(Stepper(directory / "model.onnx"), reference, quantised=quantised)
+        found = check_logits(Stepper(directory / GRAPH_FILE), reference, quantised=quantised)
         result = {"against": reference.computed_by, **found.to_json()}
     manifest = {
-        "graph": f"{directory.name}/model.onnx",
+        "graph": f"{directory.name}/{GRAPH_FILE}",
         "weights": f"{directory.name}/{WEIGHTS_FILE}",
         "inputs": describe_values(routed.graph.inputs),
         "outputs": describe_values(routed.graph.outputs),

@@ -7,6 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from via_sd.contract.graphs import PARTS, PAST, PRESENT, kv_place
 from via_sd.errors import ExportError, UnsupportedModelError
 
 
@@ -29,9 +30,8 @@ def describe_kv(model: ir.Model) -> dict[str, Any]:
         ExportError: layers whose buffers differ in shape.
         UnsupportedModelError: a head size that ONNX Runtime's attention does not take.
     """
-    keys = [
-        v for v in model.graph.inputs if v.name and v.name.startswith("past_key_values.") and v.name.endswith(".key")
-    ]
+    places = {value: kv_place(value.name) for value in model.graph.inputs}
+    keys = [value for value, place in places.items() if place is not None and place[1] == PARTS[0]]
     shapes = {tuple(d if isinstance(d, int) else None for d in key.shape or ()) for key in keys}
     if len(shapes) != 1:
         raise ExportError(f"layers differ in the shape of their KV cache: {sorted(map(str, shapes))}")
@@ -43,9 +43,9 @@ def describe_kv(model: ir.Model) -> dict[str, Any]:
     dtype = keys[0].dtype
     assert dtype is not None
     return {
-        "past": "past_key_values.{layer}.{part}",
-        "present": "present.{layer}.{part}",
-        "parts": ["key", "value"],
+        "past": PAST,
+        "present": PRESENT,
+        "parts": list(PARTS),
         "num_layers": len(keys),
         "num_heads": heads,
         "head_dim": head_dim,

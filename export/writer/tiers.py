@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
+from via_sd.contract.graphs import FULL
 from via_sd.errors import ExportError
 from via_sd.masks import Mask, MaskFormat, ModelIdentity, read_mask
 
@@ -25,8 +26,8 @@ def resolve_mask(mask: Mask | str | Path, model: ModelIdentity, mask_format: Mas
     mask.check_model(model)
     if {*mask.states, mask.head} - {"keep", "skip"}:
         raise ExportError(f"mask '{mask.name}' has states other than keep and skip, which this release does not export")
-    if mask.name == "full":
-        raise ExportError("a mask cannot be called 'full': that is the verifier's own tier; rename the file")
+    if mask.name == FULL:
+        raise ExportError(f"a mask cannot be called '{FULL}': that is the verifier's own tier; rename the file")
     return mask
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from via_sd.contract.graphs import DRAFTER, VERIFIER
 from via_sd.errors import ExportError
 from via_sd.export.writer.tokenizer import TOKENIZER_FILE, _vocabulary
 
@@ -32,7 +33,7 @@ def check_vocabularies(
             f"(first at id {index}); use a drafter of the same family"
         )
     real = max(ours.values()) + 1
-    for name, config in (("verifier", verifier_config), ("drafter", drafter_config)):
+    for name, config in ((VERIFIER, verifier_config), (DRAFTER, drafter_config)):
         if int(config["vocab_size"]) < real:
             raise ExportError(f"the {name} has {config['vocab_size']} logits for {real} tokens")
     return real

@@ -12,6 +12,7 @@ from itertools import repeat
 
 import numpy as np
 
+from via_sd.contract.graphs import FULL
 from via_sd.contract.mode_names import CASCADE, PLAIN, ROUTED, SPECULATIVE
 from via_sd.runtime.decoding.cost_model import CascadeBlock, SlimOrFull
 from via_sd.runtime.decoding.drafters import Draft
@@ -19,7 +20,6 @@ from via_sd.runtime.decoding.router import Route
 from via_sd.runtime.decoding.run import Item, Run
 from via_sd.runtime.decoding.sampling import Purpose
 from via_sd.runtime.decoding.statistics import JudgedMargin
-from via_sd.runtime.engines.protocol import FULL
 from via_sd.runtime.engines.rows import Row
 
 Mode = Callable[[Run], Generator[None, None, None]]

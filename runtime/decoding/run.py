@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from via_sd.contract.graphs import FULL
 from via_sd.runtime.decoding.block_length import AdaptiveGamma, StepCost
 from via_sd.runtime.decoding.cache import SequenceCache
 from via_sd.runtime.decoding.drafters import Draft, Drafter
 from via_sd.runtime.decoding.router import DivergenceGuard, Gates, Router
 from via_sd.runtime.decoding.sampling import Processor, Purpose, acceptance, draw, residual, uniform
 from via_sd.runtime.decoding.statistics import Counters
-from via_sd.runtime.engines.protocol import FULL
 from via_sd.runtime.engines.rows import Row
 
 

@@ -7,11 +7,8 @@ from functools import partial
 
 import numpy as np
 
+from via_sd.contract.graphs import ARGMAX, GAP, MARGIN, SUM_EXP
 from via_sd.errors import ViaSdError
-
-#: Columns of a portable graph's `row_numbers`; the gap is that of the token in `candidates`.
-BEST, MASS, GAP, MARGIN = range(4)
-NUMBERS = 4
 
 
 class LogitsError(ViaSdError):
@@ -30,7 +27,7 @@ class DeviceRow:
     __slots__ = ("_argmax", "_candidate", "_fetch", "_gap", "_logits", "_margin", "_sum_exp")
 
     def __init__(self, numbers: Sequence[float], candidate: int, fetch: Callable[[], np.ndarray]) -> None:
-        self._argmax, self._sum_exp = int(numbers[BEST]), max(1.0, numbers[MASS])
+        self._argmax, self._sum_exp = int(numbers[ARGMAX]), max(1.0, numbers[SUM_EXP])
         self._margin, self._gap = numbers[MARGIN], numbers[GAP]
         self._candidate, self._fetch = candidate, fetch
         self._logits: np.ndarray | None = None
@@ -73,7 +70,7 @@ def device_rows(numbers: np.ndarray, candidates: Sequence[int], fetch: Callable[
     Raises:
         LogitsError: a row with NaN or Inf among its logits.
     """
-    if not (numbers[:, MASS] > 0.5).all():  # the largest logit alone contributes exp(0), give or take a rounding
+    if not (numbers[:, SUM_EXP] > 0.5).all():  # the largest logit alone contributes exp(0), give or take a rounding
         raise LogitsError(
             "a step gave NaN or Inf among its logits; if the engines are float16, activations may exceed its range: "
             "build them with --dtype bf16 or fp32"

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from via_sd.contract.graphs import FULL, INPUT_IDS, KEEP, LAST_POSITION, LOGITS, NUM_LOGITS, TOTAL_LENGTH
 from via_sd.errors import BundleError
-from via_sd.runtime.engines.protocol import FULL
 from via_sd.runtime.engines.rows import HostRow
 from via_sd.runtime.engines.threads import available_threads
 
@@ -36,8 +36,8 @@ class OrtEngine:
         options = session_options(threads)
         options.inter_op_num_threads = 1
         self.session = open_session(graph, options)
-        tiers = description.get("tiers") or {FULL: {"keep": []}}
-        self._keep = {name: np.array(tier["keep"], dtype=bool) for name, tier in tiers.items()}
+        tiers = description.get("tiers") or {FULL: {KEEP.name: []}}
+        self._keep = {name: KEEP.array(tier[KEEP.name]) for name, tier in tiers.items()}
         self.kv: dict[str, Any] = description["kv"]
         self.vocab_size = int(description["vocab_size"])
         self.max_seq_len = max_seq_len
@@ -70,17 +70,17 @@ class OrtKVBuffers:
                 present = kv["present"].format(layer=layer, part=part)
                 self._bind_input(past, buffer)
                 self._binding.bind_output(present, "cpu", 0, buffer.dtype, buffer.shape, buffer.ctypes.data)
-        self._last_position = np.zeros(1, np.int32)
-        self._total_length = np.zeros((), np.int32)
-        self._num_logits = np.zeros(1, np.int64)
-        self._keep = np.ones(len(engine.keep(FULL)), bool)
-        self._bind_input("last_position", self._last_position)
-        self._bind_input("total_length", self._total_length)
-        self._bind_input("num_logits", self._num_logits)
+        self._last_position = LAST_POSITION.array([0])
+        self._total_length = TOTAL_LENGTH.array(0)
+        self._num_logits = NUM_LOGITS.array([0])
+        self._keep = engine.keep(FULL).copy()
+        self._bind_input(LAST_POSITION.name, self._last_position)
+        self._bind_input(TOTAL_LENGTH.name, self._total_length)
+        self._bind_input(NUM_LOGITS.name, self._num_logits)
         if self._keep.size:
-            self._bind_input("keep", self._keep)
-        self._tokens = np.zeros((1, _STEP_TOKENS), np.int64)
-        self._logits = np.zeros((1, 1, engine.vocab_size), np.float32)
+            self._bind_input(KEEP.name, self._keep)
+        self._tokens = np.zeros((1, _STEP_TOKENS), INPUT_IDS.dtype)
+        self._logits = np.zeros((1, 1, engine.vocab_size), LOGITS.dtype)
         self._bind_step(1, 1)
         self._tier = FULL
 
@@ -100,13 +100,13 @@ class OrtKVBuffers:
     def _bind_step(self, count: int, rows: int) -> None:
         """Bind inputs and outputs for passes over `count` tokens with `rows` rows of logits."""
         if count > self._tokens.shape[1]:
-            self._tokens = np.zeros((1, count), np.int64)
+            self._tokens = np.zeros((1, count), INPUT_IDS.dtype)
         if rows > self._logits.shape[1]:
-            self._logits = np.zeros((1, rows, self._engine.vocab_size), np.float32)
+            self._logits = np.zeros((1, rows, self._engine.vocab_size), LOGITS.dtype)
         self._input_ids, logits = self._tokens[:, :count], self._logits[:, :rows]
-        self._bind_input("input_ids", self._input_ids)
+        self._bind_input(INPUT_IDS.name, self._input_ids)
         self._num_logits[0] = rows
-        self._binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        self._binding.bind_output(LOGITS.name, "cpu", 0, logits.dtype, logits.shape, logits.ctypes.data)
         self._rows = [HostRow(row) for row in logits[0]]
         self._bound = (count, rows)
 

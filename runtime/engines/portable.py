@@ -13,12 +13,23 @@ from typing import Any
 
 import numpy as np
 
+from via_sd.contract.graphs import (
+    CACHE_SLOTS,
+    CANDIDATES,
+    DRAFTER,
+    FULL,
+    INPUT_IDS,
+    LOGIT_ROWS,
+    POSITION_IDS,
+    ROW_LOGITS,
+    ROW_NUMBERS,
+    VERIFIER,
+)
 from via_sd.contract.manifest import Bundle
 from via_sd.errors import BundleError
 from via_sd.runtime.engines.device_rows import device_rows
 from via_sd.runtime.engines.engine_files import EngineFiles, read_engine_files
 from via_sd.runtime.engines.ort import onnxruntime, open_session, session_options
-from via_sd.runtime.engines.protocol import FULL
 from via_sd.runtime.engines.rows import Row
 from via_sd.runtime.engines.steps import Step, StepPlanner
 
@@ -51,7 +62,7 @@ def load_graphs(
     if provider not in PROVIDERS:
         raise BundleError(f"provider {provider!r} is not known; providers are {', '.join(PROVIDERS)}")
     files = read_engine_files(bundle, target, trust=True, verify=verify)  # graphs are data, and no plan is run
-    if (dtype := files.manifest["kv"]["verifier"]["dtype"]) not in _DTYPES:
+    if (dtype := files.manifest["kv"][VERIFIER]["dtype"]) not in _DTYPES:
         raise BundleError(
             f"the graphs in {files.folder} are {dtype}, for which numpy has no type; build them with --dtype fp16"
         )
@@ -68,7 +79,7 @@ def load_graphs(
     def engine(model: str) -> GraphEngine:
         return GraphEngine(files, model, (name, device), weights, threads)
 
-    return engine("verifier"), engine("drafter") if files.engines_of("drafter") else None
+    return engine(VERIFIER), engine(DRAFTER) if files.engines_of(DRAFTER) else None
 
 
 class GraphEngine:
@@ -103,7 +114,7 @@ class GraphEngine:
             for weight in manifest["engines"][name]["weights"] if self._weights else ():
                 options.add_initializer(weight, self._weights[weight])
             graph = files.folder / manifest["engines"][name]["graph"]
-            self.sessions[FULL if model == "drafter" else name] = open_session(graph, options, provider[0])
+            self.sessions[FULL if model == DRAFTER else name] = open_session(graph, options, provider[0])
         self.tiers = tuple(self.sessions)
 
     def new_buffers(self) -> GraphKVBuffers:
@@ -152,11 +163,14 @@ class GraphKVBuffers:
     def _step(self, tier: str, tokens: Sequence[int], past: int, step: Step) -> Sequence[Row]:
         binding, first, end = self._binding(tier), past + step.start, past + step.start + step.count
         candidates = step.candidates(tokens)
-        binding.bind_cpu_input("input_ids", np.array([tokens[step.start : step.start + step.count]], np.int64))
-        binding.bind_cpu_input("position_ids", np.arange(first, end, dtype=np.int64)[None])
-        binding.bind_cpu_input("cache_slots", np.arange(self._engine.planner.visible(end), dtype=np.int64))
-        binding.bind_cpu_input("logit_rows", np.array(step.rows, np.int64))
-        binding.bind_cpu_input("candidates", np.array([candidates], np.int64))
+        for tensor, values in (
+            (INPUT_IDS, [tokens[step.start : step.start + step.count]]),
+            (POSITION_IDS, np.arange(first, end)[None]),
+            (CACHE_SLOTS, np.arange(self._engine.planner.visible(end))),
+            (LOGIT_ROWS, step.rows),
+            (CANDIDATES, [candidates]),
+        ):
+            binding.bind_cpu_input(tensor.name, tensor.array(values))
         self._bind_rows(binding)  # anew: their number differs from step to step
         self._engine.sessions[tier].run_with_iobinding(binding)
         if not step.keep:
@@ -166,8 +180,8 @@ class GraphKVBuffers:
         return device_rows(numbers.numpy()[0], candidates, lambda row: on_host()[row])
 
     def _bind_rows(self, binding: Any) -> None:
-        binding.bind_output("row_numbers", "cpu")
-        binding.bind_output("logits", self._engine.device)
+        binding.bind_output(ROW_NUMBERS.name, "cpu")
+        binding.bind_output(ROW_LOGITS.name, self._engine.device)
 
     def _binding(self, tier: str) -> Any:
         if tier not in self._bindings:

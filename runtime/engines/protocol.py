@@ -9,8 +9,6 @@ import numpy as np
 
 from via_sd.runtime.engines.rows import Row
 
-FULL = "full"
-
 
 class KVBuffers(Protocol):
     """One sequence's KV buffers, [1, heads, max_seq_len, head_dim] per layer and part, updated in place."""

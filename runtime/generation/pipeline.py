@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from via_sd.contract.generation_options import GenerationConfig
+from via_sd.contract.graphs import FULL
 from via_sd.contract.manifest import Bundle, load_bundle
 from via_sd.contract.mode_names import AUTO, CALIBRATED, ROUTED, SLIM_MODES, SPECULATIVE
 from via_sd.errors import BundleError, RequestError
@@ -21,7 +22,7 @@ from via_sd.runtime.decoding.drafters import Drafter, ModelDrafter, NgramDrafter
 from via_sd.runtime.decoding.router import Gates, Router
 from via_sd.runtime.decoding.sampling import Processor
 from via_sd.runtime.engines.backends import ONNXRUNTIME, open_engines
-from via_sd.runtime.engines.protocol import FULL, Engine
+from via_sd.runtime.engines.protocol import Engine
 from via_sd.runtime.generation.chat import Message, render_chat
 from via_sd.runtime.generation.completion import Completion
 from via_sd.runtime.generation.policy import Policy, find_policy, read_policy

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from via_sd.contract.generation_options import GenerationConfig
+from via_sd.contract.graphs import FULL
 from via_sd.contract.mode_names import PAPER
 from via_sd.errors import RequestError
 from via_sd.runtime.decoding.block_length import AdaptiveGamma
@@ -20,7 +21,6 @@ from via_sd.runtime.decoding.router import DivergenceGuard
 from via_sd.runtime.decoding.run import Run
 from via_sd.runtime.decoding.sampling import Processor
 from via_sd.runtime.decoding.statistics import Counters
-from via_sd.runtime.engines.protocol import FULL
 from via_sd.runtime.engines.rows import Row
 from via_sd.runtime.generation.completion import Chunk, Completion, TokenLogprobs
 from via_sd.runtime.generation.text import TextStream

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from via_sd.contract.graphs import DRAFTER, FULL
 from via_sd.contract.served_model import (
     CONTRACT,
     DEFAULTS,
@@ -151,8 +152,8 @@ def _load_pipeline(folder: Path, parameters: _Parameters, limits: Limits) -> Pip
     verifier = TritonEngine(json.loads(models), bundle.manifest["verifier"], bundle.max_seq_len, _infer)
     drafter = None
     if described["kind"] == "model":
-        model = parameters.text("drafter_model", "drafter")
-        drafter = TritonEngine({"full": model}, described, described["max_seq_len"], _infer)
+        model = parameters.text("drafter_model", DRAFTER)
+        drafter = TritonEngine({FULL: model}, described, described["max_seq_len"], _infer)
     return Pipeline(bundle, verifier, drafter, **slots)
 
 

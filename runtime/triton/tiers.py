@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from via_sd.runtime.engines.protocol import FULL
+from via_sd.contract.graphs import FULL, KEEP, LOGITS, TOTAL_LENGTH, step_arrays
 from via_sd.runtime.engines.rows import HostRow
 
 #: Runs a model: its name, its inputs, and the names of the outputs that are wanted.
@@ -36,8 +36,8 @@ class TritonEngine:
         self.vocab_size = int(description["vocab_size"])
         self.kv: Mapping[str, Any] = description["kv"]
         # The graph of `full` holds every tier and wants to be told which; a pruned tier's graph is that tier alone.
-        tiers = description.get("tiers") or {FULL: {"keep": []}}
-        self.keep = np.array(tiers[FULL]["keep"], dtype=bool)
+        tiers = description.get("tiers") or {FULL: {KEEP.name: []}}
+        self.keep = KEEP.array(tiers[FULL][KEEP.name])
         self.tiers = tuple(tier for tier in tiers if tier in models)
         self.models = dict(models)
         self.layers = {tier: _kept_layers(tiers[tier], self.kv["num_layers"]) for tier in self.tiers}
@@ -60,14 +60,10 @@ class TritonKVBuffers:
     def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> list[HostRow]:
         """See `KVBuffers.forward`."""
         engine, kv = self._engine, self._engine.kv
-        inputs: dict[str, np.ndarray] = {
-            "input_ids": np.array([tokens], dtype=np.int64),
-            "last_position": np.array([past + len(tokens) - 1], dtype=np.int32),
-            "total_length": np.array([past + len(tokens)], dtype=np.int32),
-            "num_logits": np.array([rows], dtype=np.int64),
-        }
+        inputs = step_arrays(np.array(tokens), past, rows)
+        inputs[TOTAL_LENGTH.name] = inputs[TOTAL_LENGTH.name][None]  # Triton refuses a scalar input
         if tier == FULL and engine.keep.size:
-            inputs["keep"] = engine.keep
+            inputs[KEEP.name] = engine.keep
         caches = [key for key in self._cache if key[0] in engine.layers[tier]]
         for layer, part in caches:
             # With room for the new tokens the attention operator takes it for a buffer to fill, whatever `past` is;
@@ -76,10 +72,10 @@ class TritonKVBuffers:
             buffer[:, :, :past] = self._cache[layer, part][:, :, :past]
             inputs[kv["past"].format(layer=layer, part=part)] = buffer
         presents = {key: kv["present"].format(layer=key[0], part=key[1]) for key in caches}
-        outputs = engine.infer(engine.models[tier], inputs, ["logits", *presents.values()])
+        outputs = engine.infer(engine.models[tier], inputs, [LOGITS.name, *presents.values()])
         for key, name in presents.items():
             self._cache[key] = outputs[name]
-        return [HostRow(row) for row in outputs["logits"][0]]
+        return [HostRow(row) for row in outputs[LOGITS.name][0]]
 
 
 def _kept_layers(tier: Mapping[str, Any], num_layers: int) -> frozenset[int]:

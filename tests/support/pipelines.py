@@ -11,10 +11,11 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.support.table_engine import TableEngine
+from via_sd.contract.graphs import FULL
 from via_sd.runtime import Bundle, Pipeline
 from via_sd.runtime.decoding.drafters import Draft, Drafter
 from via_sd.runtime.decoding.sampling import Processor
-from via_sd.runtime.engines.protocol import FULL, Engine
+from via_sd.runtime.engines.protocol import Engine
 from via_sd.runtime.generation.pipeline import SequenceCaches
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from time import perf_counter
 
+from via_sd.contract.graphs import DRAFTER, FULL
 from via_sd.runtime import Bundle
-from via_sd.runtime.engines.protocol import FULL, Engine
+from via_sd.runtime.engines.protocol import Engine
 
 SIZES = (1, 2, 4, 8, 16)
 #: The first passes of a size compile, allocate and capture.
@@ -63,6 +64,6 @@ def measure_costs(bundle: Bundle, verifier: Engine, drafter: Engine | None) -> C
     if described["kind"] == "mask":
         draft = times[described["tier"]][1] / full[1]
     elif drafter is not None:
-        times["drafter"] = step_times(drafter)[FULL]
-        draft = times["drafter"][1] / full[1]
+        times[DRAFTER] = step_times(drafter)[FULL]
+        draft = times[DRAFTER][1] / full[1]
     return Costs(times, {size: ms / full[1] for size, ms in full.items()}, slim, draft)

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from via_sd.contract.graphs import FULL
 from via_sd.runtime import load_bundle
 from via_sd.runtime.engines.backends import ONNXRUNTIME
-from via_sd.runtime.engines.protocol import FULL
 from via_sd.runtime.generation.policy import policy_file, this_machine
 from via_sd.tools.bench import comparison, read_prompts
 from via_sd.tools.calibration import Calibration

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from via_sd.contract.graphs import FULL
 from via_sd.masks import Mask, read_mask
 from via_sd.runtime import Bundle, load_bundle
 from via_sd.runtime.engines.engine_files import ENGINES_MANIFEST, parse_manifest
@@ -53,7 +54,7 @@ def _bundle_facts(bundle: Bundle) -> dict[str, Any]:
         "model": manifest["model"],
         "precision": bundle.precision,
         "max_seq_len": bundle.max_seq_len,
-        "tiers": {"full": 0.0, **{name: mask.skip_ratio for name, mask in bundle.masks.items()}},
+        "tiers": {FULL: 0.0, **{name: mask.skip_ratio for name, mask in bundle.masks.items()}},
         "slim": bundle.slim,
         "drafter": manifest["drafter"]["kind"],
         "engines": list(manifest.get("engines", {})),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from via_sd.contract.graphs import KEEP, LOGITS, step_arrays
 from via_sd.errors import SearchError
 from via_sd.masks import Mask
 
@@ -60,9 +61,9 @@ class SearchSession:
         path = os.fspath(directory / GRAPH_FILE)
         self.ort = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         inputs = {value.name: value for value in self.ort.get_inputs()}
-        self.num_sublayers: int = inputs["keep"].shape[0]
+        self.num_sublayers: int = inputs[KEEP.name].shape[0]
         self.hidden_size: int = inputs[HIDDEN].shape[-1]
-        self.vocab_size: int = next(o for o in self.ort.get_outputs() if o.name == "logits").shape[-1]
+        self.vocab_size: int = next(o for o in self.ort.get_outputs() if o.name == LOGITS.name).shape[-1]
         self.boundaries = tuple(boundaries)
         self.kv = kv
         self._head: KVBuffers | None = None
@@ -134,12 +135,10 @@ class KVBuffers:
         length = len(tokens) if hidden is None else len(hidden)
         count = session.num_sublayers
         given = np.zeros((0, session.hidden_size), np.float32) if hidden is None else hidden
+        fed = np.array(tokens) if hidden is None else np.zeros(length)
         feeds = {
-            "input_ids": np.array(tokens if hidden is None else [0] * length, np.int64)[None],
-            "last_position": np.array([past + length - 1], np.int32),
-            "total_length": np.array(past + length, np.int32),
-            "num_logits": np.array([_NO_LOGITS if logits is None else len(logits)], np.int64),
-            "keep": np.array([keep >> i & 1 for i in range(count)], bool),
+            **step_arrays(fed, past, _NO_LOGITS if logits is None else len(logits)),
+            KEEP.name: KEEP.array([keep >> i & 1 for i in range(count)]),
             RESUME: np.array([hidden is not None]),
             HIDDEN: given[None],
         }
@@ -150,7 +149,7 @@ class KVBuffers:
         binding.clear_binding_outputs()
         outputs = {**self._present, **{boundary_output(b): stream[None] for b, stream in streams.items()}}
         if logits is not None:
-            outputs["logits"] = logits[None]
+            outputs[LOGITS.name] = logits[None]
         for name, array in outputs.items():
             binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         session.ort.run_with_iobinding(binding)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from via_sd.contract.graphs import INPUT_IDS, LOGITS
 from via_sd.errors import ExportError, ValidationError
 from via_sd.export.writer.check import compare_logits, reference_steps
 from via_sd.export.writer.reference import load_reference
@@ -25,7 +26,7 @@ from via_sd.runtime.engines.protocol import ReadableEngine
 from via_sd.runtime.engines.rows import logits_of
 
 OURS, REFERENCE = "via-sd", "transformers"
-_TOKENS = "input_ids"
+_TOKENS = INPUT_IDS.name
 #: Text as a model knows it: on random tokens rounding and quantisation do far more than they ever do in use.
 TEXT = (
     "The lighthouse stands on a rock at the mouth of the bay. Every evening its keeper climbs the stairs, counts them, "
@@ -146,7 +147,7 @@ class _Task:
     def logits(self, of_steps: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """The outputs that are made of the logits of every step."""
         if not self.apart:
-            return {"logits": np.concatenate(of_steps)}
+            return {LOGITS.name: np.concatenate(of_steps)}
         return {name: logits for (name, *_), logits in zip(self.spans(), of_steps, strict=True)}
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
@@ -177,7 +178,7 @@ def _compare(engine: ReadableEngine, model: Any, task: _Task, tokens: np.ndarray
         results = Comparator.run(runners, data_loader=[{_TOKENS: tokens[None]}])
         finite = bool(Comparator.validate(results, check_inf=True, check_nan=True))
         Comparator.compare_accuracy(results, compare_func=recorded)
-    names = [output for output in results[OURS][0] if output.startswith("logits")]
+    names = [output for output in results[OURS][0] if output.startswith(LOGITS.name)]
     logits = [np.concatenate([results[name][0][output] for output in names]) for name in (OURS, REFERENCE)]
     difference = compare_logits(*logits)
     return TierReport(task.tier, finite, difference.mean_kl, difference.top1_agreement, tuple(reports))

@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from via_sd.contract.graphs import DRAFTER, VERIFIER
 from via_sd.errors import ValidationError
 from via_sd.export.sources.checkpoint import Checkpoint, open_checkpoint
 from via_sd.masks import ModelIdentity
@@ -110,7 +111,7 @@ def validate(
                 pair.engine,
                 checkpoint.directory,
                 checkpoint.config,
-                loaded.masks if pair.name == "verifier" else {},
+                loaded.masks if pair.name == VERIFIER else {},
                 tokenizer,
                 tolerance,
                 layers=layers,
@@ -135,10 +136,10 @@ def _pairs(
     reference: str,
     drafter_reference: str | None,
 ) -> Iterator[_Pair]:
-    yield _Pair("verifier", verifier, reference, bundle.identity)
+    yield _Pair(VERIFIER, verifier, reference, bundle.identity)
     if drafter is not None and drafter_reference is not None:
         identity = ModelIdentity.from_json(bundle.manifest["drafter"]["model"])
-        yield _Pair("drafter", drafter, drafter_reference, identity)
+        yield _Pair(DRAFTER, drafter, drafter_reference, identity)
 
 
 def _check_same_model(checkpoint: Checkpoint, pair: _Pair, bundle: Bundle) -> None:

@@ -12,11 +12,23 @@ from typing import Any
 
 import numpy as np
 
+from via_sd.contract.graphs import (
+    CACHE_SLOTS,
+    CANDIDATES,
+    DRAFTER,
+    FULL,
+    INPUT_IDS,
+    LOGIT_ROWS,
+    NUMBERS_PER_ROW,
+    POSITION_IDS,
+    ROW_LOGITS,
+    ROW_NUMBERS,
+    VERIFIER,
+)
 from via_sd.contract.manifest import Bundle
 from via_sd.errors import BundleError
-from via_sd.runtime.engines.device_rows import NUMBERS, DeviceRow, device_rows
+from via_sd.runtime.engines.device_rows import DeviceRow, device_rows
 from via_sd.runtime.engines.engine_files import EngineFiles, Host, check_host, read_engine_files
-from via_sd.runtime.engines.protocol import FULL
 from via_sd.runtime.engines.rows import Row
 from via_sd.runtime.engines.steps import Step, StepPlanner
 from via_sd.runtime.engines.tensorrt.cuda import Cuda, DeviceMemory, PinnedArray, Stream, load_array, load_file
@@ -26,7 +38,7 @@ _MODULES = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}
 _ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 _ALIGNMENT = 256  # of the address of an input
 #: Inputs that are new in every step.
-_STAGED = ("input_ids", "position_ids", "logit_rows", "candidates")
+_STAGED = (INPUT_IDS, POSITION_IDS, LOGIT_ROWS, CANDIDATES)
 
 
 def load_engines(
@@ -56,8 +68,8 @@ def load_engines(
     check_host(files, Host(_MODULES[target], str(trt.__version__), cuda.name, cuda.compute_capability))
     embedded = bool(files.request["embed_weights"])
     weights = None if embedded else load_file(cuda, files.folder / files.manifest["weights"]["file"])
-    verifier = TensorRTEngine(files, "verifier", trt, cuda, weights)
-    drafter = TensorRTEngine(files, "drafter", trt, cuda, weights) if files.engines_of("drafter") else None
+    verifier = TensorRTEngine(files, VERIFIER, trt, cuda, weights)
+    drafter = TensorRTEngine(files, DRAFTER, trt, cuda, weights) if files.engines_of(DRAFTER) else None
     return verifier, drafter
 
 
@@ -74,7 +86,7 @@ class TensorRTEngine:
         manifest = files.manifest
         names = files.engines_of(model)
         # The drafter's engine is called after it, and its tier is that model's full one.
-        self.plans = {FULL if model == "drafter" else name: manifest["engines"][name] for name in names}
+        self.plans = {FULL if model == DRAFTER else name: manifest["engines"][name] for name in names}
         self.tiers = tuple(self.plans)
         self.kv: dict[str, Any] = manifest["kv"][model]
         self.vocab_size = int(manifest["vocab_size"][model])
@@ -119,15 +131,15 @@ class TensorRTKVBuffers:
         width = -(-max(planner.max_tokens, planner.max_rows) * 8 // _ALIGNMENT) * _ALIGNMENT // 8
         self._staged = PinnedArray(cuda, (len(_STAGED), width), np.int64)
         self._inputs = DeviceMemory(cuda, self._staged.array.nbytes)
-        self._numbers = DeviceMemory(cuda, planner.max_rows * NUMBERS * 4)
-        self._host_numbers = PinnedArray(cuda, (planner.max_rows, NUMBERS), np.float32)
+        self._numbers = DeviceMemory(cuda, planner.max_rows * NUMBERS_PER_ROW * 4)
+        self._host_numbers = PinnedArray(cuda, (planner.max_rows, NUMBERS_PER_ROW), np.float32)
         self._logits = DeviceMemory(cuda, planner.max_rows * engine.vocab_size * 4)
         self._host_logits = PinnedArray(cuda, (planner.max_rows, engine.vocab_size), np.float32)
         addresses = {
-            **{name: self._inputs.address + index * width * 8 for index, name in enumerate(_STAGED)},
-            "cache_slots": engine.cache_slots.address,
-            "logits": self._logits.address,
-            "row_numbers": self._numbers.address,
+            **{tensor.name: self._inputs.address + index * width * 8 for index, tensor in enumerate(_STAGED)},
+            CACHE_SLOTS.name: engine.cache_slots.address,
+            ROW_LOGITS.name: self._logits.address,
+            ROW_NUMBERS.name: self._numbers.address,
             **self._kv_addresses(),
         }
         self._launcher = Launcher(engine, self._stream, addresses)
@@ -144,7 +156,7 @@ class TensorRTKVBuffers:
             candidates = step.candidates(tokens)
             self._step(tier, tokens, past, step, candidates)
             if step.keep:
-                size = len(candidates) * NUMBERS * 4
+                size = len(candidates) * NUMBERS_PER_ROW * 4
                 self._stream.to_host(self._host_numbers.address, self._numbers.address, size)
             self._stream.wait()  # the next step stages its inputs in the same memory
             if step.keep:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from via_sd.contract.graphs import PORTABLE_INPUTS
 from via_sd.runtime.engines.tensorrt.cuda import DeviceError, DeviceMemory, Stream
 
 if TYPE_CHECKING:
@@ -95,12 +96,8 @@ class Launcher:
 
 
 def _set_shapes(context: Any, tokens: int, rows: int, visible: int) -> None:
-    for name, shape in (
-        ("input_ids", (1, tokens)),
-        ("position_ids", (1, tokens)),
-        ("cache_slots", (visible,)),
-        ("logit_rows", (rows,)),
-        ("candidates", (1, rows)),
-    ):
-        if not context.set_input_shape(name, shape):
-            raise DeviceError(f"an engine does not take {name} of shape {shape}")
+    sizes: dict[int | str, int] = {"batch": 1, "tokens": tokens, "rows": rows, "visible": visible}
+    for tensor in PORTABLE_INPUTS:
+        shape = tuple(sizes[dim] for dim in tensor.shape)
+        if not context.set_input_shape(tensor.name, shape):
+            raise DeviceError(f"an engine does not take {tensor.name} of shape {shape}")

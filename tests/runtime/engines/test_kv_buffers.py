@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from tests.support.pipelines import WatchedPipeline
 from tests.support.tiny import MAX_SEQ_LEN
+from via_sd.contract.graphs import FULL
 from via_sd.runtime.decoding.cache import SequenceCache
-from via_sd.runtime.engines.protocol import FULL, KVBuffers
+from via_sd.runtime.engines.protocol import KVBuffers
 from via_sd.runtime.engines.rows import logits_of
 
 #: Largest difference float32 rounding makes, as a share of the largest value compared.
