@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from via_sd.errors import BundleError
+from via_sd.errors import BundleError, MaskError
 from via_sd.masks import Mask, ModelIdentity, parse_mask
 
 FORMAT = "via-sd-bundle"
@@ -121,7 +121,7 @@ def load_bundle(path: str | Path, *, verify: bool = True) -> Bundle:
         )
     try:
         _check_contract(manifest)
-    except ValueError as error:  # MaskError is one
+    except (ValueError, MaskError) as error:
         raise BundleError(f"{file} is damaged: {error}; export the bundle again") from None
     for relative, wanted in manifest["files"].items():
         _check_file(directory / relative, wanted, verify)
