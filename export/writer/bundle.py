@@ -38,6 +38,7 @@ def export_bundle(
     drafter: str = "ngram",
     precision: str | None = None,
     max_seq_len: int | None = None,
+    chat_template: str | Path | None = None,
     check: bool = True,
     progress: Progress = no_progress,
 ) -> Path:
@@ -53,6 +54,7 @@ def export_bundle(
         precision: of the weights: `fp32`, or weight-only `int8` or `int4` (blocks of 32, symmetric); by default what
             the weights are in an ONNX decoder, and `fp32` otherwise.
         max_seq_len: capacity of a KV buffer in tokens; the model's limit or 4096, whichever is less, by default.
+        chat_template: file with a Jinja chat template to take instead of the model's.
         check: compare with transformers on the checkpoint, or with the ONNX decoder as it came, before the bundle is
             completed.
 
@@ -73,7 +75,8 @@ def export_bundle(
         deepest = drafter_mask(drafter, source.identity, mask_format)
         limit = capacity(max_seq_len, source.config)
         (directory / VERIFIER).mkdir()
-        tokenizer = export_tokenizer(source.directory, directory, source.config)
+        template = Path(chat_template) if chat_template is not None else None
+        tokenizer = export_tokenizer(source.directory, directory, source.config, template)
         every = tiers + ([deepest] if deepest else [])
         check_nesting(every)
         decoder = write_decoder(source, directory / VERIFIER, every, precision, limit, check, progress)

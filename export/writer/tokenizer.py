@@ -8,21 +8,29 @@ from pathlib import Path
 from typing import Any
 
 from via_sd.errors import ExportError
+from via_sd.export.writer.chat_templates import read_chat_templates
 
 TOKENIZER_FILE = "tokenizer.json"
 #: Copied when they are there.
 _EXTRA_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
 
 
-def export_tokenizer(source: Path, target: Path, config: dict[str, Any]) -> dict[str, Any]:
+def export_tokenizer(
+    source: Path, target: Path, config: dict[str, Any], chat_template: Path | None = None
+) -> dict[str, Any]:
     """Copy the tokenizer in Hugging Face directory `source` to `target` and describe it for the manifest.
+
+    Args:
+        chat_template: a file with the template to take instead of the model's.
 
     Returns:
         `eos_token_ids` (model config, generation config and tokenizer together, sorted), `special_tokens` by role for
-        the chat template, and `chat_template` (the template's text, None if the model has none).
+        the chat template, `chat_template` (the template's text, None if the model has none), and `chat_templates`
+        (others by name).
 
     Raises:
-        ExportError: no `tokenizer.json`, which is the only tokenizer file that needs no Python of its own to read.
+        ExportError: no `tokenizer.json`, which is the only tokenizer file that needs no Python of its own to read, or a
+            chat template that cannot be parsed.
     """
     if not (source / TOKENIZER_FILE).is_file():
         raise ExportError(
@@ -48,21 +56,13 @@ def export_tokenizer(source: Path, target: Path, config: dict[str, Any]) -> dict
         raise ExportError(
             f"{source} names no end-of-sequence token in its model, generation or tokenizer configuration"
         )
+    default, others = read_chat_templates(source, special, chat_template)
     return {
         "eos_token_ids": sorted(ids),
         "special_tokens": special,
-        "chat_template": _chat_template(source, tokenizer_config),
+        "chat_template": default,
+        "chat_templates": others,
     }
-
-
-def _chat_template(source: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    file = source / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = tokenizer_config.get("chat_template")
-    if isinstance(template, list):  # several named ones: the default is the one without a special purpose
-        template = next((t["template"] for t in template if t.get("name") == "default"), None)
-    return template if isinstance(template, str) else None
 
 
 def _vocabulary(file: Path) -> dict[str, int]:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from via_sd.runtime.decoding.router import Gates, Router
 from via_sd.runtime.decoding.sampling import Processor
 from via_sd.runtime.engines.backends import ONNXRUNTIME, open_engines
 from via_sd.runtime.engines.protocol import Engine
-from via_sd.runtime.generation.chat import Message, render_chat
 from via_sd.runtime.generation.completion import Completion
 from via_sd.runtime.generation.policy import Policy, find_policy, read_policy
+from via_sd.runtime.generation.prompts import PROMPT_OPTIONS, Prompt, PromptEncoder, PromptOptions
 from via_sd.runtime.generation.stream import CompletionStream
 from via_sd.runtime.generation.text import Decoder
 
@@ -80,6 +81,13 @@ class Pipeline:
         self.tokenizer = _load_tokenizer(bundle)
         self.decoder = Decoder(self.tokenizer)
         self.verifier = verifier
+        self._prompts = PromptEncoder(
+            self.tokenizer,
+            partial(_load_tokenizer, bundle),
+            bundle.manifest["tokenizer"],
+            verifier.vocab_size,
+            verifier.max_seq_len,
+        )
         self.eos_token_ids = frozenset(int(token) for token in bundle.manifest["tokenizer"]["eos_token_ids"])
         self.capacity = verifier.max_seq_len
         slim = bundle.masks.get(bundle.slim or "")
@@ -149,41 +157,30 @@ class Pipeline:
 
     # -- prompts -----------------------------------------------------------------------------------------------------
 
-    def encode(self, prompt: str | Sequence[Message], *, raw: bool = False) -> list[int]:
-        """Token ids of a prompt: a text or a conversation, through the chat template unless `raw`.
+    def encode(self, prompt: Prompt, options: PromptOptions | None = None, **given: Any) -> list[int]:
+        """Token ids of a prompt: a text or a conversation, through the chat template unless `raw`, or ids as they are.
+
+        Args:
+            given: fields of `PromptOptions` by name, instead of `options` or on top of it.
 
         Raises:
-            RequestError: an empty prompt, one that is neither text nor messages, or one that leaves no room for a token
-                in the KV buffers.
+            RequestError: an empty prompt, one of another type, options that do not fit it, or one that leaves no room
+                for a token in the KV buffers.
         """
-        if not isinstance(prompt, str) and not _are_messages(prompt):
-            raise RequestError('the prompt is neither a text nor a list of messages, {"role": "…", "content": "…"}')
-        if not prompt:
-            raise RequestError("the prompt is empty; give it at least one character")
-        template = self.bundle.manifest["tokenizer"]["chat_template"]
-        if raw or template is None:
-            if not isinstance(prompt, str):
-                raise RequestError("a raw prompt (or a model without chat template) takes a text, not a conversation")
-            tokens = self.tokenizer.encode(prompt, add_special_tokens=True).ids
-        else:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            text = render_chat(template, messages, self.bundle.manifest["tokenizer"]["special_tokens"])
-            tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
-        if not tokens:
-            raise RequestError("the prompt has no tokens; give it at least one character")
-        room = self.capacity - 1
-        if len(tokens) > room:
-            raise RequestError(
-                f"the prompt has {len(tokens)} tokens, the KV buffers take {room} (max_seq_len {self.capacity}, one "
-                "kept for the answer); shorten it, or export with a larger --max-seq-len"
-            )
-        return list(tokens)
+        if unknown := sorted(set(given) - set(PROMPT_OPTIONS)):
+            raise RequestError(f"no option of a prompt is called {', '.join(unknown)}; {', '.join(PROMPT_OPTIONS)} are")
+        return self._prompts.encode(prompt, replace(options or PromptOptions(), **given))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether texts and conversations go through a chat template of the model's own."""
+        return self._prompts.has_chat_template
 
     # -- generation --------------------------------------------------------------------------------------------------
 
     def generate(
         self,
-        prompt: str | Sequence[Message],
+        prompt: Prompt,
         config: GenerationConfig | None = None,
         *,
         cancel: threading.Event | None = None,
@@ -192,7 +189,8 @@ class Pipeline:
         """Generate to the end; see `stream`.
 
         Args:
-            options: fields of `GenerationConfig` by name: `mode`, `max_new_tokens`, `temperature`, `seed`, `stop`, …
+            options: fields of `GenerationConfig` by name: `mode`, `max_new_tokens`, `temperature`, `seed`, `stop`, …;
+                and of `PromptOptions`: `tools`, `chat_template_kwargs`, `continue_final_message`, …
         """
         stream = self.stream(prompt, config, cancel=cancel, **options)
         for _ in stream:
@@ -201,7 +199,7 @@ class Pipeline:
 
     def stream(
         self,
-        prompt: str | Sequence[Message],
+        prompt: Prompt,
         config: GenerationConfig | None = None,
         *,
         cancel: threading.Event | None = None,
@@ -212,8 +210,9 @@ class Pipeline:
         While a long prompt is read, chunks without tokens come too, one for every `Engine.prefill_chunk` tokens.
 
         Args:
-            prompt: a text, or messages ({"role": …, "content": …}).
-            config: what is asked for; `options` are its fields by name, instead of it or on top of it.
+            prompt: a text, messages ({"role": …, "content": …}), or token ids.
+            config: what is asked for; `options` are its fields by name, instead of it or on top of it, and those of
+                `PromptOptions`.
             cancel: set from any thread to end after the round, or the chunk of the prompt, that is running.
 
         Raises:
@@ -221,10 +220,13 @@ class Pipeline:
             BusyError: no KV slot came free in time.
         """
         known = vars(config or GenerationConfig())
+        reading = {name: options.pop(name) for name in PROMPT_OPTIONS if name in options and name not in known}
         if unknown := sorted(set(options) - set(known)):
-            raise RequestError(f"no option is called {', '.join(unknown)}; options are {', '.join(known)}")
+            names = ", ".join(dict.fromkeys((*known, *PROMPT_OPTIONS)))
+            raise RequestError(f"no option is called {', '.join(unknown)}; options are {names}")
         wanted = GenerationConfig(**{**known, **options})
-        return CompletionStream(self, self.encode(prompt, raw=wanted.raw), wanted, cancel or threading.Event())
+        tokens = self.encode(prompt, raw=wanted.raw, **reading)
+        return CompletionStream(self, tokens, wanted, cancel or threading.Event())
 
     def resolve(self, config: GenerationConfig) -> GenerationConfig:
         """`config` with the mode that `auto` means here, and what goes with that where `config` is silent."""
@@ -320,10 +322,6 @@ class Pipeline:
 
     def _draft_cost(self, default: float) -> float:
         return default if self.policy is None or self.policy.draft_cost is None else self.policy.draft_cost
-
-
-def _are_messages(prompt: Any) -> bool:
-    return isinstance(prompt, Sequence) and all(isinstance(message, Mapping) for message in prompt)
 
 
 def _load_tokenizer(bundle: Bundle) -> Tokenizer:

@@ -51,6 +51,9 @@ def export(
     max_seq_len: Annotated[
         int | None, typer.Option(help="Capacity of a KV buffer in tokens.", show_default="the model's, at most 4096")
     ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="File with a Jinja chat template.", show_default="the model's own")
+    ] = None,
     check: Annotated[bool, typer.Option(help="Compare with transformers (an ONNX decoder: with itself) first.")] = True,
 ) -> None:
     """Export VERIFIER, its slim-verifiers and its drafter to one bundle."""
@@ -65,6 +68,7 @@ def export(
             drafter=drafter,
             precision=precision.value if precision else None,
             max_seq_len=max_seq_len,
+            chat_template=chat_template,
             check=check,
             progress=progress,
         )

@@ -195,7 +195,9 @@ def test_an_empty_prompt_is_refused(prompt: Any, raw: bool, pipeline: WatchedPip
         pipeline.generate(prompt, raw=raw)
 
 
-@pytest.mark.parametrize("prompt", [3, None, [3], ["hello"], {"role": "user", "content": "x"}], ids=repr)
+@pytest.mark.parametrize(
+    "prompt", [3, None, [3.5], [True], ["hello"], [3, "hello"], {"role": "user", "content": "x"}], ids=repr
+)
 def test_what_is_neither_text_nor_messages_is_refused(prompt: Any, pipeline: WatchedPipeline) -> None:
     with pytest.raises(RequestError, match="neither a text nor a list of messages"):
         pipeline.generate(prompt)
@@ -203,7 +205,7 @@ def test_what_is_neither_text_nor_messages_is_refused(prompt: Any, pipeline: Wat
 
 def test_messages_a_template_cannot_put_together_are_refused() -> None:
     with pytest.raises(RequestError, match="the chat template cannot render this conversation"):
-        render_chat("{{ '> ' + messages[0]['content'] }}", [{"role": "user", "content": 3}], {})
+        render_chat("{{ 3 + messages[0]['content'] }}", [{"role": "user", "content": "x"}], {})
 
 
 @pytest.mark.parametrize("mode", ["plain", "speculative", "cascade", "routed", "auto"])
