@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from via_sd.runtime.generation.api import generate, load, stream
     from via_sd.runtime.generation.completion import Chunk, Completion, TokenLogprobs
     from via_sd.runtime.generation.pipeline import Pipeline
+    from via_sd.runtime.generation.prompts import Prompt, PromptOptions
     from via_sd.runtime.generation.stream import CompletionStream
 else:
     __getattr__ = lazy_names(
@@ -26,6 +27,7 @@ else:
             **dict.fromkeys(("Chunk", "Completion", "TokenLogprobs"), "via_sd.runtime.generation.completion"),
             "GenerationConfig": "via_sd.contract.generation_options",
             "Pipeline": "via_sd.runtime.generation.pipeline",
+            **dict.fromkeys(("Prompt", "PromptOptions"), "via_sd.runtime.generation.prompts"),
             "CompletionStream": "via_sd.runtime.generation.stream",
         },
     )
@@ -41,6 +43,8 @@ __all__ = [
     "CompletionStream",
     "GenerationConfig",
     "Pipeline",
+    "Prompt",
+    "PromptOptions",
     "RequestError",
     "TokenLogprobs",
     "ViaSdError",

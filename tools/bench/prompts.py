@@ -24,7 +24,8 @@ def read_prompts(path: str | Path) -> list[Prompt]:
         PromptFileError: no file, a line that is no JSON object with a `prompt`, or no prompt at all.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        # JSON lines end with a line feed alone; Unicode's other line ends may stand in a text.
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise PromptFileError(f"cannot read prompts {path}: {error}") from None
     prompts = []
@@ -33,10 +34,14 @@ def read_prompts(path: str | Path) -> list[Prompt]:
             continue
         try:
             data = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise PromptFileError(f"{path}, line {number} is not JSON: {error}") from None
         if not isinstance(data, dict) or not isinstance(data.get("prompt"), str) or not data["prompt"]:
             raise PromptFileError(f'{path}, line {number}: wanted {{"prompt": "…", "bucket": "…"}}, found {line[:60]}')
+        if not data["prompt"].isprintable() and any("\ud800" <= character <= "\udfff" for character in data["prompt"]):
+            raise PromptFileError(
+                f"{path}, line {number}: the prompt holds half a surrogate pair, which is no character"
+            )
         prompts.append(Prompt(data["prompt"], str(data.get("bucket", "default"))))
     if not prompts:
         raise PromptFileError(f"{path} has no prompts")

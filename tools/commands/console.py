@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,8 @@ R = TypeVar("R")
 #: Exit codes: 1 a check failed, 2 bad usage or input.
 CHECK_FAILED, BAD_INPUT = 1, 2
 _INTERRUPTED = 130
+#: Where our code lies: in a checkout the folder that holds `tools/` and the others.
+_PACKAGE = Path(__file__).resolve().parents[2]
 
 # Where nobody knows the width (a pipe, a file), tables are as wide as they need to be rather than cut at 80.
 out = Console(width=None if sys.stdout.isatty() else 160)
@@ -60,7 +63,8 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return function(*args, **kwargs)
+            with _warnings_in_a_line():
+                return function(*args, **kwargs)
         except CheckFailedError as error:
             raise _failed(str(error), CHECK_FAILED) from None
         except EXPECTED_FAILURES as error:
@@ -79,6 +83,23 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
             raise _failed("interrupted", _INTERRUPTED) from None
 
     return wrapped
+
+
+@contextmanager
+def _warnings_in_a_line() -> Iterator[None]:
+    """Show what our own code warns of as one line on stderr, without the place in the code."""
+    with warnings.catch_warnings():
+        elsewhere = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], filename: str, *rest: Any) -> None:
+            if category is UserWarning and _PACKAGE in Path(filename).resolve().parents:
+                text = escape(" ".join(str(message).split()))
+                err.print(f"[bold yellow]warning:[/] {text}", soft_wrap=True, highlight=False)
+            else:
+                elsewhere(message, category, filename, *rest)
+
+        warnings.showwarning = show
+        yield
 
 
 def check_writable(*files: Path | None) -> None:

@@ -13,14 +13,16 @@ from via_sd.runtime.engines.backends import ONNXRUNTIME
 from via_sd.tools.commands.console import command, err, out, print_json
 from via_sd.tools.commands.generation_options import with_generation_options
 from via_sd.tools.commands.options import AsJson, Backend, PolicyFile, Threads, TrustEngines, load_pipeline
+from via_sd.tools.commands.prompt_options import GivenPrompt, with_prompt_options
 from via_sd.tools.commands.tier_text import show, summary
 
 
 @command
+@with_prompt_options
 @with_generation_options
 def generate(
     bundle: Annotated[Path, typer.Argument(help="Bundle directory.")],
-    prompt: Annotated[str, typer.Option(help="Prompt; goes through the model's chat template unless --raw.")],
+    given: GivenPrompt,
     config: GenerationConfig,
     threads: Threads = None,
     backend: Backend = ONNXRUNTIME,
@@ -31,9 +33,9 @@ def generate(
     """Generate text from BUNDLE."""
     pipeline = load_pipeline(bundle, backend=backend, threads=threads, trust_engines=trust_engines, policy=policy)
     if as_json:
-        print_json(pipeline.generate(prompt, config).to_json(), ensure_ascii=False)
+        print_json(pipeline.generate(given.prompt, config, **given.options).to_json(), ensure_ascii=False)
         return
-    stream = pipeline.stream(prompt, config)
+    stream = pipeline.stream(given.prompt, config, **given.options)
     try:
         for chunk in stream:
             show(chunk)

@@ -28,6 +28,9 @@ def target(tmp_path) -> Path:
     return tmp_path / "target"
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no chat template:UserWarning")
+
+
 def change(file: Path, **entries: Any) -> None:
     data = json.loads(file.read_text()) if file.is_file() else {}
     file.write_text(json.dumps({**data, **entries}))
@@ -57,15 +60,62 @@ def test_a_model_that_never_ends_is_refused(source, target):
         export_tokenizer(source, target, {"eos_token_id": None})
 
 
-def test_the_chat_template_is_found_wherever_it_is_kept(source, target):
-    assert export_tokenizer(source, target, {})["chat_template"] is None
+TEMPLATE = "{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("chat_template.jinja", TEMPLATE),
+        ("chat_template.json", {"chat_template": TEMPLATE}),
+        ("processor_config.json", {"processor_class": "X", "chat_template": TEMPLATE}),
+        ("additional_chat_templates/default.jinja", TEMPLATE),
+        ("tokenizer_config.json", {"chat_template": TEMPLATE}),
+        ("tokenizer_config.json", {"chat_template": {"default": TEMPLATE}}),
+        ("tokenizer_config.json", {"chat_template": [{"name": "chat", "template": TEMPLATE}]}),
+    ],
+    ids=str,
+)
+def test_the_chat_template_is_found_wherever_it_is_kept(file, content, source, target):
+    (source / file).parent.mkdir(exist_ok=True)
+    if isinstance(content, str):
+        (source / file).write_text(content, encoding="utf-8")
+    else:
+        change(source / file, **content)
+    assert export_tokenizer(source, target, {})["chat_template"] == TEMPLATE
+
+
+def test_the_templates_own_file_counts_before_configurations_and_a_given_one_before_all(source, target, tmp_path):
     change(source / "tokenizer_config.json", chat_template="from the configuration")
-    assert export_tokenizer(source, target, {})["chat_template"] == "from the configuration"
+    (source / "chat_template.jinja").write_text("from its own file: ü", encoding="utf-8")
+    assert export_tokenizer(source, target, {})["chat_template"] == "from its own file: ü"
+    (tmp_path / "given.jinja").write_text("given", encoding="utf-8")
+    assert export_tokenizer(source, target, {}, tmp_path / "given.jinja")["chat_template"] == "given"
+
+
+def test_several_templates_keep_their_names(source, target):
     several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "the default"}]
     change(source / "tokenizer_config.json", chat_template=several)
-    assert export_tokenizer(source, target, {})["chat_template"] == "the default"
-    (source / "chat_template.jinja").write_text("from its own file: ü")
-    assert export_tokenizer(source, target, {})["chat_template"] == "from its own file: ü"
+    found = export_tokenizer(source, target, {})
+    assert (found["chat_template"], found["chat_templates"]) == ("the default", {"tool_use": "tools"})
+
+
+def test_a_model_without_a_default_template_is_warned_of(source, target):
+    with pytest.warns(UserWarning, match="has no chat template: prompts will go to the model as they are"):
+        assert export_tokenizer(source, target, {})["chat_template"] is None
+    several = [{"name": "tool_use", "template": "tools"}, {"name": "rag", "template": "documents"}]
+    change(source / "tokenizer_config.json", chat_template=several)
+    with pytest.warns(UserWarning, match=r"has no default among its chat templates \(rag, tool_use\)"):
+        assert export_tokenizer(source, target, {})["chat_template"] is None
+
+
+@pytest.mark.parametrize(
+    "template", ["{% for m in messages %}", "{% frobnicate %}", [{"name": "x"}], {"a": 1}, 3], ids=str
+)
+def test_a_template_that_is_none_is_refused_with_the_file_it_is_in(template, source, target):
+    change(source / "tokenizer_config.json", chat_template=template)
+    with pytest.raises(ExportError, match=r"tokenizer_config\.json: .*chat.template"):
+        export_tokenizer(source, target, {})
 
 
 def test_the_files_are_copied_as_they_are(source, target):

@@ -353,7 +353,6 @@ def test_an_out_that_cannot_be_made_is_refused(tiny_checkpoint, tmp_path):
         ["export", "model"],
         ["export", "model", "--out", "b", "--precision", "fp16"],
         ["export", "model", "--out", "b", "--max-seq-len", "many"],
-        ["generate", "bundle"],
         ["generate", "bundle", "--prompt", "x", "--temperature", "hot"],
         ["inspect"],
         ["inspect", "bundle", "--nonsense"],
