@@ -167,8 +167,6 @@ class Pipeline:
             RequestError: an empty prompt, one of another type, options that do not fit it, or one that leaves no room
                 for a token in the KV buffers.
         """
-        if unknown := sorted(set(given) - set(PROMPT_OPTIONS)):
-            raise RequestError(f"no option of a prompt is called {', '.join(unknown)}; {', '.join(PROMPT_OPTIONS)} are")
         return self._prompts.encode(prompt, replace(options or PromptOptions(), **given))
 
     @property

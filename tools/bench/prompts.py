@@ -38,10 +38,6 @@ def read_prompts(path: str | Path) -> list[Prompt]:
             raise PromptFileError(f"{path}, line {number} is not JSON: {error}") from None
         if not isinstance(data, dict) or not isinstance(data.get("prompt"), str) or not data["prompt"]:
             raise PromptFileError(f'{path}, line {number}: wanted {{"prompt": "…", "bucket": "…"}}, found {line[:60]}')
-        if not data["prompt"].isprintable() and any("\ud800" <= character <= "\udfff" for character in data["prompt"]):
-            raise PromptFileError(
-                f"{path}, line {number}: the prompt holds half a surrogate pair, which is no character"
-            )
         prompts.append(Prompt(data["prompt"], str(data.get("bucket", "default"))))
     if not prompts:
         raise PromptFileError(f"{path} has no prompts")
