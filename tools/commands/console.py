@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TextIO, TypeVar
 
 import typer
 from rich.console import Console
@@ -91,12 +91,19 @@ def _warnings_in_a_line() -> Iterator[None]:
     with warnings.catch_warnings():
         elsewhere = warnings.showwarning
 
-        def show(message: Warning | str, category: type[Warning], filename: str, *rest: Any) -> None:
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
             if category is UserWarning and _PACKAGE in Path(filename).resolve().parents:
                 text = escape(" ".join(str(message).split()))
                 err.print(f"[bold yellow]warning:[/] {text}", soft_wrap=True, highlight=False)
             else:
-                elsewhere(message, category, filename, *rest)
+                elsewhere(message, category, filename, lineno, file, line)
 
         warnings.showwarning = show
         yield
