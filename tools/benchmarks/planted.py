@@ -1,5 +1,7 @@
 """A verifier with planted redundancy: a checkpoint whose best mask is known.
 
+    python -m tools.benchmarks.planted CHECKPOINT OUT --behind 3,27 --epsilon 0.1
+
 Block expansion (as in LLaMA Pro, arXiv 2401.02415): copies of a layer are inserted behind it with their output
 projections scaled by a small epsilon, so that each copy adds nearly nothing to the residual stream. Skipping exactly
 the copies gives back the original model. It stands in for a model large enough to have layers to spare; whatever is
@@ -15,10 +17,12 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from via_sd.masks import Mask, write_mask
-from via_sd.tools.commands.console import CommandError
+from via_sd.tools.commands.console import CommandError, command, err
 
 MASK_FILE = "planted.mask.json"
 _LAYER = re.compile(r"^(.*\blayers\.)(\d+)(\..+)$")
@@ -69,10 +73,7 @@ def plant(source: str | Path, out: str | Path, copies: Sequence[int], *, epsilon
     directory, target = Path(source), Path(out)
     if target.exists():
         raise CommandError(f"{target} exists; remove it or choose another directory")
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise CommandError(f"{directory} is no Hugging Face model directory: {error}") from None
+    config = _read_config(directory)
     num_layers = int(config.get("num_hidden_layers", 0))
     if len(copies) != num_layers or min(copies, default=0) < 0 or copies[-1]:
         raise CommandError(
@@ -96,6 +97,14 @@ def plant(source: str | Path, out: str | Path, copies: Sequence[int], *, epsilon
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return mask
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise CommandError(f"{directory} is no Hugging Face model directory: {error}") from None
+    return config
 
 
 def _expand_config(config: dict[str, Any], copies: Sequence[int]) -> dict[str, Any]:
@@ -164,3 +173,24 @@ def _scale(name: str, within: str, floating: bool) -> bool:
     if not floating:
         raise CommandError(f"{name} is quantised; plant into the checkpoint it was quantised from")
     return True
+
+
+@command
+def main(
+    checkpoint: Annotated[Path, typer.Argument(help="Hugging Face directory of a Llama-family model.")],
+    out: Annotated[Path, typer.Argument(help="Directory to write.")],
+    behind: Annotated[str, typer.Option(metavar="FIRST,LAST", help="One copy goes behind each of these layers.")],
+    epsilon: Annotated[float, typer.Option(help="What the output projections of the copies are multiplied by.")] = 0.1,
+) -> None:
+    """Write OUT: CHECKPOINT with copies of layers, and the mask that skips exactly those."""
+    try:
+        first, last = (int(part) for part in behind.split(","))
+    except ValueError:
+        raise CommandError(f"--behind is {behind!r}, wanted two layers: FIRST,LAST") from None
+    num_layers = int(_read_config(checkpoint).get("num_hidden_layers", 0))
+    mask = plant(checkpoint, out, evenly(num_layers, first, last), epsilon=epsilon)
+    err.print(f"wrote {out}: {mask.num_layers} layers; {out / MASK_FILE} skips the copies", highlight=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -24,7 +24,7 @@ _QUESTION = "Which of these would you do first, and why?"
 
 
 @command
-def second_turn(
+def main(
     bundle: Annotated[Path, typer.Argument(help="Bundle with a chat template.", metavar="<path>")],
     prompts: Annotated[Path, typer.Option(help="JSON lines whose prompts make up the history.", metavar="<path>")],
     history: Annotated[int, typer.Option(help="Tokens of the first turn.", metavar="<int>")] = 900,
@@ -54,4 +54,4 @@ def second_turn(
 
 
 if __name__ == "__main__":
-    typer.run(second_turn)
+    typer.run(main)

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tools.benchmarks.planted import plant
-from tools.benchmarks.search_cache import EvaluationCache, OutOfTimeError
+from tools.benchmarks.search_bench.cache import EvaluationCache, OutOfTimeError
 from via_sd.masks import DistributionEvaluator, Evaluation, Mask, forward_kl, read_mask, via_cost
 from via_sd.tools.commands.main import app
 from via_sd.tools.search.evaluator import SearchModel, load_search_model, open_evaluator

@@ -20,8 +20,8 @@ import typer
 from rich.table import Table
 
 from tools.benchmarks.planted import MASK_FILE, evenly, plant, scattered
-from tools.benchmarks.search_cache import EvaluationCache, OutOfTimeError
-from tools.benchmarks.search_cost import measure_cost
+from tools.benchmarks.search_bench.cache import EvaluationCache, OutOfTimeError
+from tools.benchmarks.search_bench.cost import measure_cost
 from via_sd.masks import OBJECTIVES, Mask, SearchResult, Space, improvements, read_mask, search
 from via_sd.tools.bench.prompts import read_prompts
 from via_sd.tools.commands.console import CommandError, command, err, out

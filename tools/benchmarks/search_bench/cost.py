@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from tools.benchmarks.search_cache import OutOfTimeError, stored_texts
+from tools.benchmarks.search_bench.cache import OutOfTimeError, stored_texts
 from via_sd.masks import Record, search
 from via_sd.tools.search.evaluator import greedy_texts, load_search_model, open_evaluator
 from via_sd.tools.search.masked_text import MaskedText
