@@ -70,12 +70,15 @@ class Plan:
         return found
 
 
-def read_plan(root: Path = ROOT) -> Plan:
-    """Read the sources of the import root in `root`."""
+def read_plan(root: Path = ROOT, package: str = PACKAGE) -> Plan:
+    """Read the sources of the import root `package`, which lies in `root` and was not imported from elsewhere."""
     sys.path.insert(0, str(root))
-    graph = grimp.build_graph(PACKAGE, cache_dir=None)
-    names = sorted(name for name in graph.modules if name != PACKAGE and "benchmarks" not in name)
-    packages = [name for name in names if graph.find_children(name)]
+    try:
+        graph = grimp.build_graph(package, cache_dir=None)
+    finally:
+        sys.path.remove(str(root))
+    names = sorted(name for name in graph.modules if name != package and "benchmarks" not in name)
+    packages = [name for name in names if root.joinpath(*name.split(".")).is_dir()]
     place = {name: _place(name, packages) for name in names}
     lines: dict[str, int] = {}
     modules: dict[str, int] = {}
@@ -90,8 +93,8 @@ def read_plan(root: Path = ROOT) -> Plan:
                 ends = place[name], place[other]
                 imports[ends] = imports.get(ends, 0) + 1
     rooms = {
-        package: tuple(sorted({room for room in place.values() if room.startswith(f"{package}.")}))
-        for package in dict.fromkeys(room.split(".")[0] for room in place.values())
+        each: tuple(sorted({room for room in place.values() if room.startswith(f"{each}.")}))
+        for each in dict.fromkeys(room.split(".")[0] for room in place.values())
     }
     between = {(name, other): 1 for name in names for other in graph.find_modules_directly_imported_by(name)}
     circles = (*cycles(names, between), *cycles([*rooms, *(room for each in rooms.values() for room in each)], imports))
@@ -100,17 +103,17 @@ def read_plan(root: Path = ROOT) -> Plan:
 
 def _place(module: str, packages: Iterable[str]) -> str:
     """The room that a module lies in."""
-    parts = module.split(".")[1:]
-    if f"{PACKAGE}.{parts[0]}" not in packages:
+    above, *parts = module.split(".")
+    if f"{above}.{parts[0]}" not in packages:
         return GROUND
-    is_room = len(parts) > 1 and ".".join([PACKAGE, *parts[:2]]) in packages
+    is_room = len(parts) > 1 and ".".join([above, *parts[:2]]) in packages
     return ".".join(parts[:2]) if is_room else parts[0]
 
 
 def _lines(root: Path, module: str, package: bool) -> int:
     path = root.joinpath(*module.split("."))
     file = path / "__init__.py" if package else path.with_suffix(".py")
-    return len(file.read_text(encoding="utf-8").splitlines()) if file.exists() else 0
+    return len(file.read_text(encoding="utf-8").splitlines())
 
 
 # -- graphs ----------------------------------------------------------------------------------------------------------
