@@ -232,7 +232,10 @@ def test_the_mask_file_says_how_the_mask_was_found(front: tuple[Path, Result]) -
     assert found["step_ms"]["slim"] < found["step_ms"]["full"]
     assert found["versions"].keys() == {"via-sd-export", "numpy", "onnxruntime", "optuna"}
     delta = found["delta"]
-    assert delta is None or delta["pays"] == (delta["value"] > 0)
+    assert 0 < delta["positions"] < 80  # those at which the drafter proposes something
+    terms = (delta[name] for name in ("drafter_to_full", "drafter_to_slim", "slim_to_full"))
+    assert delta["value"] == pytest.approx(next(terms) - sum(terms))
+    assert delta["pays"] == (delta["value"] > 0)
 
 
 @pytest.fixture(scope="module")
