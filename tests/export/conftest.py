@@ -17,6 +17,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.shared import SharedFolder
 from via_sd.export.passes.lower import lower
 from via_sd.export.sources.checkpoint import Checkpoint, open_checkpoint
 from via_sd.export.writer import check
@@ -203,15 +204,9 @@ def module_workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 @pytest.fixture(scope="session")
-def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def checkpoint_of(shared: SharedFolder) -> Callable[[str], Path]:
     """A checkpoint of a family, built once."""
-    root = tmp_path_factory.mktemp("checkpoints")
-
-    def build(family: str) -> Path:
-        directory = root / family
-        return directory if directory.exists() else build_checkpoint(directory, family)
-
-    return build
+    return lambda family: shared.make(family, lambda directory: build_checkpoint(directory, family))
 
 
 @pytest.fixture(scope="session")

@@ -97,12 +97,20 @@ def write_masks(directory: Path) -> tuple[Path, Path]:
     """Write the slim mask and the deeper one nested in it; returns their files (`slim.json`, `deep.json`)."""
     from via_sd.masks import Mask, write_mask
 
+    directory.mkdir(parents=True, exist_ok=True)
     files = []
     for name, skips in (("slim", SLIM_SKIPS), ("deep", SLIM_SKIPS + DEEP_SKIPS)):
         keep = {part: tuple((layer, part) not in skips for layer in range(LAYERS)) for part in ("attention", "mlp")}
         files.append(directory / f"{name}.json")
         write_mask(Mask.from_flags(keep["attention"], keep["mlp"]), files[-1])
     return files[0], files[1]
+
+
+def write_bundle(checkpoint: Path, out: Path, mask: Path, drafter: str) -> Path:
+    """Export `checkpoint` in fp32 with a slim mask, for sequences of `MAX_SEQ_LEN` tokens."""
+    from via_sd.export import export_bundle
+
+    return export_bundle(checkpoint, out, masks=[mask], drafter=drafter, max_seq_len=MAX_SEQ_LEN)
 
 
 def _llama(vocab_size: int, layers: int, seed: int) -> Any:

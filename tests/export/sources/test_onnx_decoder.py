@@ -37,13 +37,12 @@ PROMPTS = ("Once there was", "abcabcabcabcabc", "The keeper of the light")
 
 
 @pytest.fixture(scope="module")
-def decoders(checkpoint_of, tmp_path_factory):
+def decoders(checkpoint_of, shared):
     """The directory of a family's decoder in the builder's layout, float32 or quantised, made once."""
-    root = tmp_path_factory.mktemp("genai")
 
     def build(family: str = "llama", bits: int | None = None) -> Path:
-        directory = root / f"{family}-{bits or 32}"
-        return directory if directory.exists() else write_genai(directory, checkpoint_of(family), bits=bits)
+        checkpoint = checkpoint_of(family)
+        return shared.make(f"genai-{family}-{bits or 32}", lambda out: write_genai(out, checkpoint, bits=bits))
 
     return build
 

@@ -21,8 +21,9 @@ ADVICE = "export the model with the ONNX Runtime GenAI model builder for the CPU
 
 
 @pytest.fixture(scope="module")
-def original(checkpoint_of, tmp_path_factory) -> Path:
-    return write_genai(tmp_path_factory.mktemp("genai") / "decoder", checkpoint_of("llama"))
+def original(checkpoint_of, shared) -> Path:
+    checkpoint = checkpoint_of("llama")
+    return shared.make("genai-llama-32", lambda out: write_genai(out, checkpoint))
 
 
 @pytest.fixture

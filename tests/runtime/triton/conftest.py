@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import parrot
+from tests.support.shared import SharedFolder
 from tests.support.triton_client import MODEL, GrpcClient
 from tests.support.tritonserver import TritonServer
 from via_sd.export.triton import ServingOptions, write_repository
@@ -18,18 +19,18 @@ from via_sd.runtime import Pipeline
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(shared: SharedFolder) -> Path:
     """Hugging Face directory of the model that knows one passage."""
     for module in ("torch", "transformers", "mobius"):
         pytest.importorskip(module, reason="needs the export extra")
     pytest.importorskip("tritonclient.grpc", reason="needs the triton extra")
-    return parrot.write_checkpoint(tmp_path_factory.mktemp("parrot") / "checkpoint")
+    return shared.make("parrot", parrot.write_checkpoint)
 
 
 @pytest.fixture(scope="session")
-def bundle(checkpoint: Path) -> Path:
+def bundle(checkpoint: Path, shared: SharedFolder) -> Path:
     """Its bundle."""
-    return parrot.write_bundle(checkpoint, checkpoint.parent / "bundle")
+    return shared.make("parrot-bundle", lambda out: parrot.write_bundle(checkpoint, out))
 
 
 @pytest.fixture(scope="session")
