@@ -2,33 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-import numpy as np
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """Time of a verifier pass over S tokens in units of a pass over one, interpolated between measured S.
-
-    Frozen when the pipeline is loaded: block lengths must follow token counts, not the clock, or the same seed would
-    not give the same output.
-    """
-
-    measured: Mapping[int, float]
-
-    @property
-    def per_token(self) -> float:
-        """What one more token costs in a long pass."""
-        first, last = min(self.measured), max(self.measured)
-        return max(0.0, self.measured[last] - self.measured[first]) / (last - first)
-
-    def __call__(self, tokens: int) -> float:
-        sizes = sorted(self.measured)
-        if tokens > sizes[-1]:
-            return self.measured[sizes[-1]] + self.per_token * (tokens - sizes[-1])
-        return float(np.interp(tokens, sizes, [self.measured[s] for s in sizes]))
+from via_sd.runtime.decoding.cost_model import StepCost
+from via_sd.runtime.decoding.running_ratio import RunningRatio
 
 
 class AdaptiveGamma:
@@ -45,19 +20,18 @@ class AdaptiveGamma:
         fixed: block length to use instead.
     """
 
-    #: Acceptance to begin with, by class; from n-gram drafts of small instruction-tuned models on mixed text.
+    #: Acceptance to begin with, by class: rounded from n-gram drafts of small instruction-tuned models on mixed text.
     _PRIOR = (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
     _PRIOR_WEIGHT = 6.0  # in judged tokens
-    _MEMORY = 0.95  # what a class remembers of its past, per judged token
+    _MEMORY = 0.95  # per judged token of the class
 
     def __init__(self, cost: StepCost, longest: int = 15, fixed: int | None = None) -> None:
         self._costs = [cost(tokens) for tokens in range(1, longest + 2)]
         self._fixed = fixed
-        self._judged = [0.0] * len(self._PRIOR)
-        self._kept = [0.0] * len(self._PRIOR)
+        self._acceptance = [RunningRatio(self._MEMORY, prior, self._PRIOR_WEIGHT) for prior in self._PRIOR]
 
     def choose(self, situation: int, limit: int, draft_cost: float = 0.0) -> int:
-        """Block length for a `situation` (see `Drafter.expectation`), at most `limit`; 0 means no draft pays."""
+        """Block length for a `situation` (see `Drafter.situation`), at most `limit`; 0 means no draft pays."""
         if situation == 0:
             return 0
         if self._fixed is not None:
@@ -65,7 +39,7 @@ class AdaptiveGamma:
         best, best_value = 0, 1.0
         expected, survival = 1.0, 1.0
         for g in range(1, min(len(self._costs) - 1, limit) + 1):
-            survival *= self._rate(situation + g - 1)
+            survival *= self._of(situation + g - 1).value
             expected += survival
             value = expected / (self._costs[g] + g * draft_cost)
             if value > best_value:
@@ -75,14 +49,7 @@ class AdaptiveGamma:
     def learn(self, situation: int, judged: int, kept: int) -> None:
         """A block drafted in `situation` had `judged` tokens looked at, of which the first `kept` were accepted."""
         for j in range(judged):
-            at = self._class(situation + j)
-            self._judged[at] = self._judged[at] * self._MEMORY + 1
-            self._kept[at] = self._kept[at] * self._MEMORY + (j < kept)
+            self._of(situation + j).add(j < kept)
 
-    def _rate(self, situation: int) -> float:
-        at = self._class(situation)
-        prior = self._PRIOR[at] * self._PRIOR_WEIGHT
-        return (self._kept[at] + prior) / (self._judged[at] + self._PRIOR_WEIGHT)
-
-    def _class(self, situation: int) -> int:
-        return min(situation, len(self._PRIOR) - 1)
+    def _of(self, situation: int) -> RunningRatio:
+        return self._acceptance[min(situation, len(self._acceptance) - 1)]

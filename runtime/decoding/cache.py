@@ -1,4 +1,4 @@
-"""How much of a sequence is cached for each tier, and the pool of KV slots that sequences run in.
+"""One sequence's KV: how much of the sequence is cached for each tier, and the forward passes that extend it.
 
 All tiers of a verifier share one set of buffers, so counters alone tell what they hold: a tier's cached length is the
 number of positions whose KV the tier can use. KV of a higher tier serves the lower ones, never the reverse.
@@ -6,13 +6,10 @@ number of positions whose KV the tier can use. KV of a higher tier serves the lo
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 
-from via_sd.errors import BusyError
 from via_sd.runtime.engines.protocol import Engine, KVBuffers
 from via_sd.runtime.engines.rows import Row
 
@@ -42,97 +39,6 @@ class CachedLengths:
 
 
 @dataclass
-class KVSlot:
-    """A slot of the pool: KV buffers, and the tokens whose full-verifier KV they hold."""
-
-    buffers: KVBuffers
-    tokens: list[int] = field(default_factory=list)
-    last_used: int = 0
-
-    def shared_prefix(self, tokens: Sequence[int]) -> int:
-        """Length of the longest common beginning of what the slot holds and `tokens`."""
-        limit = min(len(self.tokens), len(tokens))
-        for index in range(limit):
-            if self.tokens[index] != tokens[index]:
-                return index
-        return limit
-
-
-class SlotPool:
-    """KV slots for concurrent sequences: at most `limit` at once, at most `retained` kept when idle.
-
-    An idle slot remembers its tokens, so a request that begins alike (the next turn of a chat) takes it over and skips
-    that much prefill. Only KV of the full verifier counts: below it lies slim-quality KV.
-    """
-
-    def __init__(self, engine: Engine, limit: int, retained: int) -> None:
-        self._engine = engine
-        self._limit = limit
-        self._retained = retained
-        self._idle: list[KVSlot] = []
-        self._in_use = 0
-        self._clock = 0
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def lease(self, tokens: Sequence[int], timeout: float | None) -> Iterator[tuple[KVSlot, int]]:
-        """A slot for a prompt, and how many of its tokens are in the slot's buffers already.
-
-        Two are left to feed where there are as many. One is needed, for its logits, and in int4 a pass over one token
-        runs another kernel, with other roundings, than the longer ones that fed the prompt when it was new.
-
-        Whoever has the slot sets its `tokens` to those its full-verifier KV covers before it goes back. After a failure
-        the buffers are thrown away: a failed step may have left NaN or Inf in them.
-
-        Args:
-            timeout: seconds to wait when every slot is taken; None waits for as long as it takes.
-
-        Raises:
-            BusyError: no slot came free in time.
-        """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._in_use < self._limit, timeout):
-                raise BusyError(
-                    f"all {self._limit} KV slots are in use and none came free in {timeout:g} s; "
-                    "retry later, or load the pipeline with more max_sequences"
-                )
-            self._in_use += 1
-            slot = self._choose(tokens)
-        try:
-            if slot is None:
-                slot = KVSlot(self._engine.new_buffers())
-            reused = min(slot.shared_prefix(tokens), max(0, len(tokens) - 2))
-            try:
-                yield slot, reused
-            except GeneratorExit:  # nobody reads on; between rounds all is well
-                self._keep(slot)
-                raise
-            self._keep(slot)
-        finally:
-            with self._changed:
-                self._in_use -= 1
-                self._changed.notify()
-
-    def _keep(self, slot: KVSlot) -> None:
-        with self._changed:
-            self._clock += 1
-            slot.last_used = self._clock
-            self._idle.append(slot)
-            if len(self._idle) > self._retained:
-                self._idle.remove(min(self._idle, key=lambda s: s.last_used))
-
-    def _choose(self, tokens: Sequence[int]) -> KVSlot | None:
-        """The idle slot that shares most; else one nobody will miss; None to allocate another."""
-        if not self._idle:
-            return None
-        best = max(self._idle, key=lambda s: (s.shared_prefix(tokens), -s.last_used))
-        if best.shared_prefix(tokens) == 0 and len(self._idle) < self._retained:
-            return None
-        self._idle.remove(best)
-        return best
-
-
-@dataclass
 class Usage:
     """What one tier of a model was asked for: calls, positions fed, seconds inside the engine."""
 
@@ -151,12 +57,13 @@ class SequenceCache:
     """
 
     def __init__(self, buffers: KVBuffers, engine: Engine, reused: int = 0) -> None:
+        self.engine = engine
         self._buffers, self._chunk = buffers, engine.prefill_chunk
         self.lengths = CachedLengths(engine.tiers)
         self.lengths.wrote(engine.tiers[0], reused)
         self.usage = {tier: Usage() for tier in engine.tiers}
 
-    def run(self, tier: str, sequence: Sequence[int], rows: int) -> Sequence[Row]:
+    def forward(self, tier: str, sequence: Sequence[int], rows: int) -> Sequence[Row]:
         """Feed `tier` the part of `sequence` that is not cached for it.
 
         Returns:
@@ -167,7 +74,7 @@ class SequenceCache:
         return self._feed(tier, sequence, len(sequence), rows)
 
     def chunks(self, tier: str, sequence: Sequence[int], rows: int) -> Iterator[None]:
-        """Feed `tier` one chunk of a long `sequence` for every `next`, up to what `run` can take in one pass."""
+        """Feed `tier` one chunk of a long `sequence` for every `next`, up to what `forward` takes in one pass."""
         while len(sequence) - self.lengths[tier] > self._chunk + rows:
             self._feed(tier, sequence, self.lengths[tier] + self._chunk, 1)
             yield

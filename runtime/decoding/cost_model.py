@@ -1,93 +1,71 @@
-"""Whether the slim tier earns its passes in this sequence, from what its passes have bought so far.
+"""The cost model: latency of forward passes in units of a full pass over one token.
 
-Everything here follows token counts and frozen costs (see `StepCost`), in passes of the full verifier over one token.
+All of it is frozen when a pipeline is loaded. Choices follow token counts and these costs, never a clock: else the same
+seed would not give the same output.
 """
 
 from __future__ import annotations
 
-from via_sd.runtime.decoding.block_length import StepCost
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from via_sd.contract.graphs import FULL
+from via_sd.runtime.decoding.cache import SequenceCache
 
 
-class SlimOrFull:
-    """For `routed`: begin a round with a slim pass, or go straight to the full verifier?
+@dataclass(frozen=True)
+class StepCost:
+    """Latency of a verifier pass over S tokens over that of a pass over one, interpolated between measured S."""
 
-    Each way is judged by the tokens per cost its rounds brought. Evidence fades with every round of its kind, and more
-    slowly with the others, so that the way not taken drifts back to its prior and is tried again. The priors suppose
-    that slim writes as many tokens per pass as full does, and that full is asked again behind a pass in four.
+    measured: Mapping[int, float]
+
+    @property
+    def per_token(self) -> float:
+        """What one more token costs in a long pass."""
+        first, last = min(self.measured), max(self.measured)
+        return max(0.0, self.measured[last] - self.measured[first]) / (last - first)
+
+    def __call__(self, tokens: int) -> float:
+        sizes = sorted(self.measured)
+        if tokens > sizes[-1]:
+            return self.measured[sizes[-1]] + self.per_token * (tokens - sizes[-1])
+        return float(np.interp(tokens, sizes, [self.measured[s] for s in sizes]))
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What the forward passes of all tiers cost.
+
+    Attributes:
+        full: of a full pass over S tokens.
+        slim: of a slim pass, in full passes over as many tokens.
+        draft: of one drafted token, in full passes over one; 0 for a drafter that runs no model.
     """
 
-    _MEMORY, _MEMORY_UNUSED = 0.97, 0.99
-    _PRIOR_COST = 4.0
-    _PRIOR_RATE = 1.2  # tokens per pass
-    _PRIOR_ASKED = 0.25
+    full: StepCost
+    slim: float = 1.0
+    draft: float = 0.0
 
-    def __init__(self, slim_cost: float) -> None:
-        self._prior = {"slim": self._PRIOR_RATE / (slim_cost + self._PRIOR_ASKED), "full": self._PRIOR_RATE}
-        self._tokens = {"slim": 0.0, "full": 0.0}
-        self._cost = {"slim": 0.0, "full": 0.0}
-
-    def slim_first(self) -> bool:
-        return self._rate("slim") >= self._rate("full")
-
-    def learn(self, way: str, tokens: int, cost: float) -> None:
-        """A round that went `way` (slim or full) emitted `tokens` for `cost`."""
-        for each in self._tokens:
-            memory = self._MEMORY if each == way else self._MEMORY_UNUSED
-            self._tokens[each] *= memory
-            self._cost[each] *= memory
-        self._tokens[way] += tokens
-        self._cost[way] += cost
-
-    def _rate(self, way: str) -> float:
-        return (self._tokens[way] + self._prior[way] * self._PRIOR_COST) / (self._cost[way] + self._PRIOR_COST)
+    def slim_pass(self, tokens: int) -> float:
+        """Of a slim pass over `tokens`."""
+        return self.slim * self.full(tokens)
 
 
-class CascadeBlock:
-    """For `cascade`: how many tokens slim writes before the full verifier tests them; 0 leaves slim out of the round.
+class RoundCost:
+    """What one round costs the full verifier; made when the round begins, asked when its passes are through.
 
-    With a the probability that full keeps a token of slim's and t tokens per slim pass, a block of k costs k / t slim
-    passes and a full pass over k + 1, and yields 1 + a + … + a^k tokens.
+    A round pays for the tokens it emits, also for those that the full verifier has still to be fed: that is not the
+    later round's cost in which it catches up.
     """
 
-    SIZES = (0, 2, 4, 6, 8, 12, 16, 24)
-    _MEMORY = 0.95
-    _PRIOR_KEPT, _PRIOR_WEIGHT = 0.85, 8.0
-    _PRIOR_PER_PASS, _PRIOR_PASSES = 1.8, 3.0
+    def __init__(self, cache: SequenceCache, full: StepCost, num_tokens: int) -> None:
+        self._cache, self._full = cache, full
+        self._fed_before = cache.usage[FULL].tokens
+        self._paid_for = num_tokens - 1 - cache.lengths[FULL]
 
-    def __init__(self, cost: StepCost, slim_cost: float) -> None:
-        self._cost, self._slim_cost = cost, slim_cost
-        self._judged = self._kept = 0.0
-        self._passes = self._written = 0.0
-        self._rounds = self._emitted = 0.0
-
-    def choose(self) -> int:
-        """The block size that pays most; 0 where two-tier rounds have paid more so far."""
-        kept = (self._kept + self._PRIOR_KEPT * self._PRIOR_WEIGHT) / (self._judged + self._PRIOR_WEIGHT)
-        per_pass = (self._written + self._PRIOR_PER_PASS * self._PRIOR_PASSES) / (self._passes + self._PRIOR_PASSES)
-        best, best_value = 0, self._two_tier()
-        for size in self.SIZES[1:]:
-            yielded = 1 + sum(kept**i for i in range(1, size + 1))
-            value = yielded / (size / per_pass * self._slim_cost + self._cost(size + 1))
-            if value > best_value:
-                best, best_value = size, value
-        return best
-
-    def slim_pass(self, tokens: int) -> None:
-        """A slim pass wrote `tokens`."""
-        self._passes = self._passes * self._MEMORY + 1
-        self._written = self._written * self._MEMORY + tokens
-
-    def judged(self, judged: int, kept: int) -> None:
-        """The full verifier looked at `judged` of slim's tokens and kept `kept`."""
-        self._judged = self._judged * self._MEMORY**judged + judged
-        self._kept = self._kept * self._MEMORY**judged + kept
-
-    def two_tier(self, emitted: int, cost: float) -> None:
-        """A round without slim emitted `emitted` tokens for `cost`; what is known of slim fades meanwhile."""
-        self._rounds = self._rounds * self._MEMORY + cost
-        self._emitted = self._emitted * self._MEMORY + emitted
-        self._judged *= self._MEMORY
-        self._kept *= self._MEMORY
-
-    def _two_tier(self) -> float:
-        return (self._emitted + 1.3 * 3) / (self._rounds + 3)
+    def of_full(self, emitted: int) -> float:
+        """Cost of the full verifier's passes over the `emitted` tokens and the draft, now or later."""
+        fed = self._cache.usage[FULL].tokens - self._fed_before
+        return self._full(fed - self._paid_for) if fed else self._full.per_token * emitted

@@ -9,6 +9,8 @@ from enum import Enum
 from typing import ClassVar, Protocol
 
 from via_sd.contract.generation_options import ALPHA1, ALPHA2, OPTIONS, GenerationConfig
+from via_sd.contract.mode_names import PAPER
+from via_sd.runtime.decoding.running_ratio import RunningRatio
 from via_sd.runtime.engines.rows import Row
 
 
@@ -126,15 +128,13 @@ class RouterMargins:
 class DivergenceGuard:
     """Tightens the gates of one sequence when its audit finds more divergence than the user allows, and loosens again.
 
-    The rate is an average over roughly the last `memory` audited tokens. Each block that finds it above the limit
-    halves `tightening`; each that finds it below doubles it, up to 1.
+    The rate is an average over roughly the last `memory` audited tokens, without a prior: it is asked only after them.
+    Each block that finds it above the limit halves `tightening`; each that finds it below doubles it, up to 1.
     """
 
     def __init__(self, limit: float | None, memory: int = 64) -> None:
         self._limit = OPTIONS["max_divergence"].check(limit)
-        self._keep = 1 - 1 / memory
-        self._audited = 0.0
-        self._disagreed = 0.0
+        self._divergence = RunningRatio(1 - 1 / memory)
         self.tightening = 1.0
 
     def audited(self, disagreements: list[float]) -> None:
@@ -142,9 +142,36 @@ class DivergenceGuard:
         if self._limit is None or not disagreements:
             return
         for value in disagreements:
-            self._audited = self._audited * self._keep + 1
-            self._disagreed = self._disagreed * self._keep + value
-        rate = self._disagreed / self._audited
-        self.tightening = self.tightening / 2 if rate > self._limit else min(1.0, self.tightening * 2)
+            self._divergence.add(value)
+        too_much = self._divergence.value > self._limit
+        self.tightening = self.tightening / 2 if too_much else min(1.0, self.tightening * 2)
         if self.tightening < 1 / 64:
             self.tightening = 1 / 64
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What mode `routed` decides by.
+
+    Attributes:
+        router: judges slim's rows.
+        guard: tightens it by what the audit finds.
+        slim_always_first: begin every round with a slim pass, as the paper does; else only where that pays.
+        max_lag: most emitted tokens that the full verifier has not checked yet.
+        audit_tail: end with a full pass over the tokens that the slim-verifier accepted alone.
+        keep_margins: note in the counters how slim's margins fared.
+    """
+
+    router: Router
+    guard: DivergenceGuard
+    slim_always_first: bool
+    max_lag: int
+    audit_tail: bool
+    keep_margins: bool
+
+    @classmethod
+    def of(cls, config: GenerationConfig, router: Router) -> Routing:
+        """As `config` asks, with its `router`."""
+        guard = DivergenceGuard(config.max_divergence)
+        first = config.router == PAPER
+        return cls(router, guard, first, config.max_lag, config.audit_tail, config.keep_margins)

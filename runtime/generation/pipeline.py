@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,51 +10,21 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from via_sd.contract.generation_options import GenerationConfig
-from via_sd.contract.graphs import FULL
 from via_sd.contract.manifest import Bundle, load_bundle
-from via_sd.contract.mode_names import AUTO, CALIBRATED, ROUTED, SLIM_MODES, SPECULATIVE
 from via_sd.errors import BundleError, RequestError
-from via_sd.runtime.decoding.block_length import StepCost
-from via_sd.runtime.decoding.cache import SequenceCache, SlotPool
-from via_sd.runtime.decoding.drafters import Drafter, ModelDrafter, NgramDrafter
-from via_sd.runtime.decoding.router import Gates, Router
-from via_sd.runtime.decoding.sampling import Processor
+from via_sd.runtime.decoding.default_costs import PRECISIONS
+from via_sd.runtime.decoding.router import Router
+from via_sd.runtime.decoding.tiered_model import TieredModel
 from via_sd.runtime.engines.backends import ONNXRUNTIME, open_engines
 from via_sd.runtime.engines.protocol import Engine
 from via_sd.runtime.generation.completion import Completion
-from via_sd.runtime.generation.policy import Policy, find_policy, read_policy
+from via_sd.runtime.generation.output import Output
+from via_sd.runtime.generation.policy import Policy
+from via_sd.runtime.generation.policy_file import find_policy, read_policy
 from via_sd.runtime.generation.prompts import PROMPT_OPTIONS, Prompt, PromptEncoder, PromptOptions
+from via_sd.runtime.generation.resolve import costs_of, resolve, router_for
 from via_sd.runtime.generation.stream import CompletionStream
-from via_sd.runtime.generation.text import Decoder
-
-#: Time of a pass over S tokens in passes over one, by precision (measured with SmolLM2-135M on two x86-64 cores).
-_DEFAULT_COST = {
-    "fp32": {1: 1.0, 2: 1.13, 4: 1.15, 6: 1.18, 8: 1.33, 9: 1.41, 12: 1.48, 16: 1.72},
-    "int8": {1: 1.0, 2: 1.15, 4: 1.5, 8: 2.1, 16: 3.3},
-    "int4": {1: 1.0, 2: 1.27, 4: 1.8, 8: 2.7, 16: 4.5},
-}
-#: Share of a pass's time that its layers take (the rest is the LM head), where no calibration measured it.
-_LAYER_SHARE = 0.8
-#: Cost of one drafted token in plain steps, where no calibration measured this machine.
-_MASK_DRAFTER_COST = 0.5
-_MODEL_DRAFTER_COST = 0.35
-
-
-@dataclass
-class SequenceCaches:
-    """KV of one sequence.
-
-    Attributes:
-        verifier: shared by all its tiers.
-        drafter: a model drafter's own, None for other drafters.
-        reused: prompt tokens the verifier's buffers held already.
-        tokens: the sequence the buffers belong to; as long as it is empty they count as unknown.
-    """
-
-    verifier: SequenceCache
-    drafter: SequenceCache | None
-    reused: int
-    tokens: list[int] = field(default_factory=list)
+from via_sd.runtime.generation.text import Detokenizer
 
 
 class Pipeline:
@@ -65,6 +32,9 @@ class Pipeline:
 
     Thread-safe: every sequence runs in a KV slot of its own, and gives the same output as it would alone.
     """
+
+    #: What decodes.
+    model_class = TieredModel
 
     def __init__(
         self,
@@ -77,10 +47,9 @@ class Pipeline:
         slot_timeout: float | None,
         policy: Policy | None = None,
     ) -> None:
-        self.bundle = bundle
+        self.bundle, self.policy = bundle, policy
         self.tokenizer = _load_tokenizer(bundle)
-        self.decoder = Decoder(self.tokenizer)
-        self.verifier = verifier
+        self.detokenize = Detokenizer(self.tokenizer)
         self._prompts = PromptEncoder(
             self.tokenizer,
             partial(_load_tokenizer, bundle),
@@ -89,18 +58,16 @@ class Pipeline:
             verifier.max_seq_len,
         )
         self.eos_token_ids = frozenset(int(token) for token in bundle.manifest["tokenizer"]["eos_token_ids"])
-        self.capacity = verifier.max_seq_len
-        slim = bundle.masks.get(bundle.slim or "")
-        self.policy = policy
-        self.step_cost = StepCost(policy.full_cost if policy else _DEFAULT_COST[bundle.precision])
-        self.slim_cost = 1 - _LAYER_SHARE * slim.skip_ratio if slim else 1.0
-        if policy and policy.slim_cost is not None:
-            self.slim_cost = policy.slim_cost
-        self._pool = SlotPool(verifier, max_sequences, retained_slots)
-        self.drafter = drafter
-        # A sequence has its verifier slot before it asks for a drafter slot, so this one never waits.
-        self._drafter_pool = SlotPool(drafter, max_sequences, retained_slots) if drafter else None
-        self._slot_timeout = slot_timeout
+        self.model = self.model_class(
+            verifier,
+            drafter,
+            bundle.manifest["drafter"],
+            bundle.slim,
+            costs_of(bundle, policy),
+            max_sequences=max_sequences,
+            retained_slots=retained_slots,
+            slot_timeout=slot_timeout,
+        )
 
     @classmethod
     def load(
@@ -134,9 +101,9 @@ class Pipeline:
             BundleError: no bundle or policy, a damaged one, or no engine installed to run it.
         """
         bundle = load_bundle(path, verify=verify)
-        if bundle.precision not in _DEFAULT_COST:
+        if bundle.precision not in PRECISIONS:
             raise BundleError(
-                f"{bundle.path} has weights in {bundle.precision}, this runtime takes {', '.join(_DEFAULT_COST)}; "
+                f"{bundle.path} has weights in {bundle.precision}, this runtime takes {', '.join(PRECISIONS)}; "
                 "export the bundle again in one of these"
             )
         found = None
@@ -223,103 +190,38 @@ class Pipeline:
             names = ", ".join(dict.fromkeys((*known, *PROMPT_OPTIONS)))
             raise RequestError(f"no option is called {', '.join(unknown)}; options are {names}")
         wanted = GenerationConfig(**{**known, **options})
-        tokens = self.encode(prompt, raw=wanted.raw, **reading)
-        return CompletionStream(self, tokens, wanted, cancel or threading.Event())
+        tokens, config = self.encode(prompt, raw=wanted.raw, **reading), self.resolve(wanted)
+        output = Output(self.detokenize, self.eos_token_ids, config)
+        return CompletionStream(self.model, tokens, config, self.router(config), output, cancel or threading.Event())
 
     def resolve(self, config: GenerationConfig) -> GenerationConfig:
-        """`config` with the mode that `auto` means here, and what goes with that where `config` is silent."""
-        if config.mode == AUTO:
-            meant: Mapping[str, Any] = {"mode": SPECULATIVE}
-            if self.policy is not None:
-                as_measured = config.temperature == 0 and config.repetition_penalty == 1
-                meant = self.policy.options_for(config.max_divergence, as_measured=as_measured)
-            open_ = {name: value for name, value in meant.items() if name == "mode" or getattr(config, name) is None}
-            # Thresholds and the calibrated router exclude each other, and the request's wins.
-            if (config.alpha1, config.alpha2) != (None, None) and open_.get("router") == CALIBRATED:
-                del open_["router"]
-            if config.router == CALIBRATED:
-                open_ = {name: value for name, value in open_.items() if name not in ("alpha1", "alpha2")}
-            config = replace(config, **open_)
-        if config.mode in SLIM_MODES and self.bundle.slim is None:
-            raise RequestError(
-                f"mode {config.mode} needs a slim-verifier, and this bundle was exported without a mask; "
-                "export it with --mask, or use mode speculative"
-            )
-        if config.mode == ROUTED and config.router == CALIBRATED:
-            if self.policy is None or self.policy.router is None:
-                raise RequestError(
-                    "router calibrated needs a calibration that allowed some divergence, on this machine, with this "
-                    "backend and the same number of threads (given or left open): via-sd-export calibrate "
-                    "--max-divergence"
-                )
-            if config.max_divergence is None:
-                config = replace(config, max_divergence=self.policy.router.max_divergence)
-        return config
+        """`config` with the mode that `auto` means here, and what goes with that where `config` is silent.
+
+        Raises:
+            RequestError: a mode or router that this bundle or its policy lacks something for.
+        """
+        return resolve(config, self.policy, has_slim=self.bundle.slim is not None)
 
     def router(self, config: GenerationConfig) -> Router:
         """The router for a resolved `config`."""
-        if config.mode != ROUTED or config.router != CALIBRATED:
-            return Gates.of(config)
-        assert self.policy is not None
-        assert self.policy.router is not None
-        assert config.max_divergence is not None
-        return self.policy.router.gate(config.max_divergence)
+        return router_for(config, self.policy)
 
-    # -- what a stream takes from here ---------------------------------------------------------------------------------
+    # -- what lies beneath ---------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def caches(self, prompt: Sequence[int]) -> Iterator[SequenceCaches]:
-        """KV of the verifier, and of a model drafter, for one sequence; given back at the end.
+    @property
+    def verifier(self) -> Engine:
+        """The engine of the verifier's tiers."""
+        return self.model.verifier
 
-        Raises:
-            BusyError: no slot came free in time.
-        """
-        with ExitStack() as leases:
-            slot, reused = leases.enter_context(self._pool.lease(prompt, self._slot_timeout))
-            caches = SequenceCaches(SequenceCache(slot.buffers, self.verifier, reused), None, reused)
-            held = [(slot, caches.verifier)]
-            if self._drafter_pool is not None and self.drafter is not None:
-                slot, reused = leases.enter_context(self._drafter_pool.lease(prompt, None))
-                caches.drafter = SequenceCache(slot.buffers, self.drafter, reused)
-                held.append((slot, caches.drafter))
-            try:
-                yield caches
-            finally:
-                for slot, cache in held:
-                    slot.tokens = caches.tokens[: cache.lengths[FULL]]
+    @property
+    def drafter(self) -> Engine | None:
+        """The engine of a model drafter."""
+        return self.model.drafter
 
-    def new_drafter(self, caches: SequenceCaches, processor: Processor, seed: int) -> Drafter:
-        """The bundle's drafter for one sequence."""
-        described = self.bundle.manifest["drafter"]
-        width = self.verifier.vocab_size
-        if described["kind"] == "ngram":
-            return NgramDrafter()
-        if described["kind"] == "mask":
-            return ModelDrafter(
-                caches.verifier,
-                described["tier"],
-                processor,
-                seed,
-                vocabulary=width,
-                widths=(width, width),
-                capacity=self.capacity,
-                cost=self._draft_cost(_MASK_DRAFTER_COST),
-            )
-        if described["kind"] == "model" and caches.drafter is not None and self.drafter is not None:
-            return ModelDrafter(
-                caches.drafter,
-                FULL,
-                processor,
-                seed,
-                vocabulary=described["shared_vocab"],
-                widths=(self.drafter.vocab_size, width),
-                capacity=self.drafter.max_seq_len,
-                cost=self._draft_cost(_MODEL_DRAFTER_COST),
-            )
-        raise BundleError(f"drafter kind {described['kind']!r} is not known; export the bundle with this release")
-
-    def _draft_cost(self, default: float) -> float:
-        return default if self.policy is None or self.policy.draft_cost is None else self.policy.draft_cost
+    @property
+    def capacity(self) -> int:
+        """Tokens that a sequence, prompt and answer, may have."""
+        return self.model.capacity
 
 
 def _load_tokenizer(bundle: Bundle) -> Tokenizer:

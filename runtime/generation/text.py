@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 _UNKNOWN = "\ufffd"  # what a decoder makes of bytes that are no character (yet)
 
 
-class Decoder:
+class Detokenizer:
     """Token ids to text, without special tokens. Remembers the text of single tokens, which streams keep asking for."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -34,8 +34,8 @@ class TextStream:
     tokenizers library, also gets past bytes that never become a character, whatever the decoder makes of them.
     """
 
-    def __init__(self, decoder: Decoder, stop: Sequence[str] = ()) -> None:
-        self._decode = decoder
+    def __init__(self, detokenize: Detokenizer, stop: Sequence[str] = ()) -> None:
+        self._decode = detokenize
         self._stop = tuple(s for s in stop if s)
         self._longest_stop = max((len(s) for s in self._stop), default=0)
         self._window: list[int] = []  # tokens of the last piece, and those behind it that are no text yet

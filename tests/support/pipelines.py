@@ -15,15 +15,15 @@ from via_sd.contract.graphs import FULL
 from via_sd.runtime import Bundle, Pipeline
 from via_sd.runtime.decoding.drafters import Draft, Drafter
 from via_sd.runtime.decoding.sampling import Processor
+from via_sd.runtime.decoding.tiered_model import SequenceCaches, TieredModel
 from via_sd.runtime.engines.protocol import Engine
-from via_sd.runtime.generation.pipeline import SequenceCaches
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 NewDrafter = Callable[[SequenceCaches, Processor, int], Drafter]
 
 
-class WatchedPipeline(Pipeline):
-    """A pipeline that remembers the KV of the sequence it serves, and takes another drafter than its bundle's."""
+class WatchedModel(TieredModel):
+    """A model that remembers the KV of the sequence it decodes, and takes another drafter than its bundle's."""
 
     current: SequenceCaches
     replacement: NewDrafter | None = None
@@ -38,6 +38,27 @@ class WatchedPipeline(Pipeline):
         if self.replacement is not None:
             return self.replacement(caches, processor, seed)
         return super().new_drafter(caches, processor, seed)
+
+
+class WatchedPipeline(Pipeline):
+    """A pipeline over a watched model."""
+
+    model_class = WatchedModel
+    model: WatchedModel
+
+    @property
+    def current(self) -> SequenceCaches:
+        """KV of the sequence that began last."""
+        return self.model.current
+
+    @property
+    def replacement(self) -> NewDrafter | None:
+        """What drafts instead of the bundle's drafter."""
+        return self.model.replacement
+
+    @replacement.setter
+    def replacement(self, new_drafter: NewDrafter | None) -> None:
+        self.model.replacement = new_drafter
 
 
 def table_pipeline(

@@ -12,7 +12,9 @@ from via_sd.files import write_whole
 from via_sd.progress import Progress, no_progress
 from via_sd.runtime import Bundle, load_bundle
 from via_sd.runtime.engines.backends import ONNXRUNTIME, open_engines
-from via_sd.runtime.generation.policy import Machine, Policy, policy_file, policy_json, this_machine
+from via_sd.runtime.generation.machine import Machine, this_machine
+from via_sd.runtime.generation.policy import Policy
+from via_sd.runtime.generation.policy_file import policy_file, policy_json
 from via_sd.tools.bench import Prompt
 from via_sd.tools.calibration.latency import Costs, measure_costs
 from via_sd.tools.calibration.rounds import (

@@ -16,7 +16,7 @@ from via_sd.files import write_whole
 from via_sd.runtime import EXACT_MODES, MODES, GenerationConfig, Pipeline
 from via_sd.runtime.decoding.router import Gates
 from via_sd.runtime.engines.backends import ONNXRUNTIME
-from via_sd.runtime.generation.policy import this_machine
+from via_sd.runtime.generation.machine import this_machine
 from via_sd.tools.bench import comparison, read_prompts, run_bench, settings_of, summarise, write_report
 from via_sd.tools.commands.console import CommandError, check_writable, command, err, out, progress_bar
 from via_sd.tools.commands.generation_options import read_settings

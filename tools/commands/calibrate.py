@@ -11,7 +11,8 @@ from rich.table import Table
 from via_sd.contract.graphs import FULL
 from via_sd.runtime import load_bundle
 from via_sd.runtime.engines.backends import ONNXRUNTIME
-from via_sd.runtime.generation.policy import policy_file, this_machine
+from via_sd.runtime.generation.machine import this_machine
+from via_sd.runtime.generation.policy_file import policy_file
 from via_sd.tools.bench import comparison, read_prompts
 from via_sd.tools.calibration import Calibration
 from via_sd.tools.calibration import calibrate as run_calibration

@@ -14,7 +14,7 @@ from via_sd.contract.graphs import FULL
 from via_sd.masks import Mask, read_mask
 from via_sd.runtime import Bundle, load_bundle
 from via_sd.runtime.engines.engine_files import ENGINES_MANIFEST, parse_manifest
-from via_sd.runtime.generation.policy import FOLDER, FORMAT
+from via_sd.runtime.generation.policy_file import FOLDER, FORMAT
 from via_sd.tools.commands.console import CommandError, command, out, print_json
 from via_sd.tools.commands.options import AsJson
 

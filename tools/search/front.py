@@ -24,7 +24,7 @@ from via_sd.masks import (
     objective_by_name,
     read_mask,
 )
-from via_sd.runtime.decoding.drafters import NgramDrafter
+from via_sd.runtime.decoding.drafters.ngram import NgramDrafter
 from via_sd.tools.search.evaluator import SearchModel, load_search_model, open_evaluator
 from via_sd.tools.search.masked_text import MaskedText
 from via_sd.tools.search.session import KVBuffers, keep_bits

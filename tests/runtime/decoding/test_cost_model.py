@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.pipelines import table_pipeline
 from tests.support.table_engine import TableEngine, hashed_logits
-from via_sd.runtime.decoding.block_length import StepCost
-from via_sd.runtime.decoding.cost_model import CascadeBlock, SlimOrFull
+from via_sd.runtime.decoding.cost_model import CostModel, StepCost
+from via_sd.runtime.decoding.round_policy import FULL_ONLY, SLIM_FIRST, CascadeBlock, RoundPolicy, routed_policy
 from via_sd.runtime.generation.policy import Policy
 
 VOCAB = 9
@@ -23,24 +23,24 @@ def test_the_way_that_brings_more_tokens_for_its_cost_is_taken_most_of_the_time(
     slim: float, full: float, slim_cost: float
 ) -> None:
     """`slim` and `full`: tokens per cost of the rounds of each way."""
-    choice = SlimOrFull(slim_cost)
+    policy = routed_policy(CostModel(StepCost(COST), slim_cost))
     taken = []
     for _ in range(400):
-        way = "slim" if choice.slim_first() else "full"
+        way = policy.choose()
         taken.append(way)
-        choice.learn(way, 2, 2 / (slim if way == "slim" else full))
-    late = taken[200:].count("slim") / 200
+        policy.learn(way, 2, 2 / (slim if way == SLIM_FIRST else full))
+    late = taken[200:].count(SLIM_FIRST) / 200
     assert late > 0.9 if slim > full else late < 0.1
 
 
 def test_a_way_that_was_left_is_tried_again() -> None:
-    choice = SlimOrFull(0.4)
+    policy = routed_policy(CostModel(StepCost(COST), 0.4))
     for _ in range(20):
-        choice.learn("slim", 1, 5.0)
-    assert not choice.slim_first()
+        policy.learn(SLIM_FIRST, 1, 5.0)
+    assert policy.choose() == FULL_ONLY
     for _ in range(500):
-        choice.learn("full", 1, 1.0)
-    assert choice.slim_first()
+        policy.learn(FULL_ONLY, 1, 1.0)
+    assert policy.choose() == SLIM_FIRST
 
 
 @pytest.mark.parametrize("router", ["paper", "adaptive"])
@@ -51,13 +51,13 @@ def test_rounds_are_charged_for_all_passes_and_for_what_full_has_still_to_read(
     policy = Policy({"mode": "plain"}, "plain", COST, SLIM_COST)
     pipeline = table_pipeline(engine, tmp_path, policy=policy)
     charged: list[float] = []
-    learn = SlimOrFull.learn
+    learn = RoundPolicy.learn
 
-    def told(self: SlimOrFull, way: str, tokens: int, cost: float) -> None:
+    def told(self: RoundPolicy, way: str, tokens: int, cost: float) -> None:
         charged.append(cost)
         learn(self, way, tokens, cost)
 
-    monkeypatch.setattr(SlimOrFull, "learn", told)
+    monkeypatch.setattr(RoundPolicy, "learn", told)
     found = pipeline.generate("abcabc", mode="routed", router=router, alpha2=0.8, raw=True, max_new_tokens=150)
     assert {"draft", "slim", "full"} == set(found.tiers)
     cost = StepCost(COST)
@@ -68,7 +68,7 @@ def test_rounds_are_charged_for_all_passes_and_for_what_full_has_still_to_read(
 
 
 def test_a_cascade_leaves_out_a_slim_verifier_whose_tokens_full_rejects() -> None:
-    block = CascadeBlock(StepCost(COST), SLIM_COST)
+    block = CascadeBlock(CostModel(StepCost(COST), SLIM_COST))
     assert block.choose() > 0
     for _ in range(40):
         block.slim_pass(2)

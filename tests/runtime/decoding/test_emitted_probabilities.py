@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 
-import via_sd.runtime.decoding.run
+import via_sd.runtime.decoding.random_stream
+import via_sd.runtime.decoding.verification
 from tests.support.distributions import Tally, brute_force_probabilities
 from tests.support.pipelines import AdversarialDrafter, WatchedPipeline, table_pipeline
 from tests.support.table_engine import LogitsTable, TableEngine, markov_logits
 from via_sd.runtime import GenerationConfig
-from via_sd.runtime.decoding.sampling import Purpose
-from via_sd.runtime.decoding.sampling import acceptance as real_acceptance
-from via_sd.runtime.decoding.sampling import uniform as real_uniform
+from via_sd.runtime.decoding.random_stream import Purpose
+from via_sd.runtime.decoding.random_stream import uniform as real_uniform
+from via_sd.runtime.decoding.verification import acceptance as real_acceptance
 
 VOCAB = 6
 CAPACITY = 208
@@ -189,7 +190,8 @@ def test_a_broken_acceptance_test_is_found_out(
     mode: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, broken = BROKEN[what]
-    monkeypatch.setattr(via_sd.runtime.decoding.run, name, broken)
+    module = via_sd.runtime.decoding.random_stream if name == "uniform" else via_sd.runtime.decoding.verification
+    monkeypatch.setattr(module, name, broken)
     assert sample(build("mask", tmp_path), mode, PROCESSING["all"], texts=25).p_value() < ALPHA
 
 

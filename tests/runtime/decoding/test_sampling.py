@@ -12,13 +12,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-import via_sd.runtime.decoding.drafters
-import via_sd.runtime.decoding.run
+import via_sd.runtime.decoding.random_stream
 from tests.support.distributions import brute_force_probabilities
 from tests.support.pipelines import WatchedPipeline, table_pipeline
 from tests.support.table_engine import TableEngine, digest_of, hashed_logits
 from via_sd.runtime import GenerationConfig, RequestError
-from via_sd.runtime.decoding.sampling import Processor, Purpose, acceptance, draw, residual, uniform
+from via_sd.runtime.decoding.random_stream import Purpose, uniform
+from via_sd.runtime.decoding.sampling import Processor, draw
+from via_sd.runtime.decoding.verification import acceptance, residual
 from via_sd.runtime.engines.rows import HostRow
 
 VOCAB = 12
@@ -151,8 +152,7 @@ def test_no_random_number_is_used_twice_in_a_text(
         used.append(key)
         return uniform(*key)
 
-    for module in (via_sd.runtime.decoding.run, via_sd.runtime.decoding.drafters):
-        monkeypatch.setattr(module, "uniform", recorded)
+    monkeypatch.setattr(via_sd.runtime.decoding.random_stream, "uniform", recorded)
     logits = hashed_logits(VOCAB, sharpness=1.0)
     model = TableEngine(lambda tier, *at: logits("slim", *at), VOCAB, tiers=("full",))
     pipeline = table_pipeline(TableEngine(logits, VOCAB), tmp_path, draft_with=model if kind == "model" else kind)

@@ -47,9 +47,9 @@ def check_against_single_steps(pipeline: WatchedPipeline, start: int, steps: lis
     rng = np.random.default_rng(start)
     blocks, singles = (SequenceCache(pipeline.verifier.new_buffers(), pipeline.verifier) for _ in range(2))
     tokens = rng.integers(0, 256, start).tolist()
-    blocks.run(FULL, tokens, 1)
+    blocks.forward(FULL, tokens, 1)
     for end in range(1, len(tokens) + 1):
-        singles.run(FULL, tokens[:end], 1)
+        singles.forward(FULL, tokens[:end], 1)
     for action, count in steps:
         if action == "rollback":
             del tokens[max(1, len(tokens) - count) :]
@@ -60,9 +60,9 @@ def check_against_single_steps(pipeline: WatchedPipeline, start: int, steps: lis
         missing = len(tokens) - blocks.lengths[action]
         if missing == 0:
             continue
-        found = logits_of(blocks.run(action, tokens, missing))
+        found = logits_of(blocks.forward(action, tokens, missing))
         ends = range(len(tokens) - missing + 1, len(tokens) + 1)
-        assert_close(found, np.concatenate([logits_of(singles.run(action, tokens[:end], 1)) for end in ends]))
+        assert_close(found, np.concatenate([logits_of(singles.forward(action, tokens[:end], 1)) for end in ends]))
 
 
 def test_a_cached_pass_of_any_tier_equals_single_steps_up_to_the_last_position(

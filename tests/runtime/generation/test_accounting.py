@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.support.pipelines import LETTERS, AdversarialDrafter, WatchedPipeline, table_pipeline
 from tests.support.table_engine import TableEngine, digest_of, hashed_logits
 from via_sd.runtime import EXACT_MODES, Completion, GenerationConfig
+from via_sd.runtime.decoding.audit import Audit
 from via_sd.runtime.decoding.drafters import Draft
-from via_sd.runtime.decoding.modes import _Audit
 from via_sd.runtime.decoding.router import RouterMargins
 from via_sd.runtime.decoding.run import Item, Run
 from via_sd.runtime.decoding.sampling import Processor
@@ -198,14 +198,14 @@ def test_divergence_at_temperature_is_what_the_two_laws_do_not_share(
     pipeline: WatchedPipeline = table_pipeline(TableEngine(logits, VOCAB, CAPACITY), tmp_path)
     params = GenerationConfig(temperature=0.9, top_p=0.9)
     unchecked: list[int] = []
-    push = Run.push
+    push = Run.emit
 
     def spy(run: Run, item: Item, row: Row, *, checked: bool = True) -> bool:
         if not checked:
-            unchecked.append(len(run.tokens))
+            unchecked.append(len(run.state.tokens))
         return push(run, item, row, checked=checked)
 
-    monkeypatch.setattr(Run, "push", spy)
+    monkeypatch.setattr(Run, "emit", spy)
     audited = 0
     for seed in range(20):
         unchecked.clear()
@@ -235,20 +235,20 @@ def test_margins_are_slims_wherever_it_was_asked_and_say_what_full_thought(
     logits = hashed_logits(VOCAB, slim=0.4)
     pipeline: WatchedPipeline = table_pipeline(TableEngine(logits, VOCAB, CAPACITY), tmp_path)
     asked: list[int] = []
-    push, escalate = Run.push, _Audit.escalate
+    push, escalate = Run.emit, Audit.escalate
 
     def pushed(run: Run, item: Item, row: Row, *, checked: bool = True) -> bool:
         if not checked:
-            asked.append(len(run.tokens))
+            asked.append(len(run.state.tokens))
         return push(run, item, row, checked=checked)
 
-    def escalated(audit: _Audit, draft: Draft, doubted: Row | None = None) -> int:
+    def escalated(audit: Audit, draft: Draft, doubted: Row | None = None) -> int:
         if doubted is not None:
-            asked.append(len(audit._run.tokens))
+            asked.append(len(audit._run.state.tokens))
         return escalate(audit, draft, doubted)
 
-    monkeypatch.setattr(Run, "push", pushed)
-    monkeypatch.setattr(_Audit, "escalate", escalated)
+    monkeypatch.setattr(Run, "emit", pushed)
+    monkeypatch.setattr(Audit, "escalate", escalated)
     agreed = []
     for prompt in ("abcabc", "gfed", "aab"):
         asked.clear()

@@ -13,33 +13,40 @@ from typing import Any
 import pytest
 
 from tests.runtime.decoding.test_greedy_exactness import assert_equal_or_near_tie
-from tests.support.pipelines import LETTERS, ScriptedDrafter, WatchedPipeline, table_pipeline
+from tests.support.pipelines import LETTERS, ScriptedDrafter, WatchedModel, WatchedPipeline, table_pipeline
 from tests.support.table_engine import EngineFailedError, TableEngine, TableKVBuffers, hashed_logits
 from via_sd.runtime import BusyError, Completion, Pipeline
-from via_sd.runtime.generation.pipeline import SequenceCaches
+from via_sd.runtime.decoding.tiered_model import SequenceCaches
 
 VOCAB = 11
 MODES = ("plain", "speculative", "cascade", "routed")
 THREADS, REQUESTS, LIMIT = 16, 64, 5
 
 
-class CountingPipeline(WatchedPipeline):
+class CountingModel(WatchedModel):
     """Counts the sequences that hold KV at the same time."""
 
-    open = most = 0
+    held = most = 0
     _lock = threading.Lock()
 
     @contextmanager
     def caches(self, prompt: Sequence[int]) -> Iterator[SequenceCaches]:
         with super().caches(prompt) as caches:
             with self._lock:
-                self.open += 1
-                self.most = max(self.most, self.open)
+                self.held += 1
+                self.most = max(self.most, self.held)
             try:
                 yield caches
             finally:
                 with self._lock:
-                    self.open -= 1
+                    self.held -= 1
+
+
+class CountingPipeline(WatchedPipeline):
+    """A pipeline over a counting model."""
+
+    model_class = CountingModel
+    model: CountingModel
 
 
 def request(number: int) -> dict[str, Any]:
@@ -131,8 +138,8 @@ def test_a_mixed_load_with_cancellations_and_failures_gives_what_each_request_gi
             assert (result.token_ids, result.tiers, result.text) == (full.token_ids, full.tiers, full.text)
     assert finished > 35
     assert cancelled > 3
-    assert pipeline.most == LIMIT
-    pipeline._slot_timeout = 0.001
+    assert pipeline.model.most == LIMIT
+    pipeline.model.slot_timeout = 0.001
     assert_every_slot_is_free(pipeline)
 
 
@@ -175,7 +182,7 @@ def test_a_mixed_load_on_a_real_engine_is_right_and_gives_its_memory_back(
                 assert_equal_or_near_tie(pipeline, prompts[number % 5], wanted[number % 15].token_ids, result.token_ids)
     # A slot of this model is 400 kB and logits come on top: 200 requests that leak would be seen.
     assert _resident_bytes() - before < 10e6
-    pipeline._slot_timeout = 0.001
+    pipeline.model.slot_timeout = 0.001
     assert_every_slot_is_free(pipeline)
 
 

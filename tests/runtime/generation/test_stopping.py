@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tests.support.pipelines import AdversarialDrafter, WatchedPipeline, table_pipeline
 from tests.support.table_engine import TableEngine, digest_of
 from via_sd.runtime import Completion
-from via_sd.runtime.generation.text import Decoder, TextStream
+from via_sd.runtime.generation.text import Detokenizer, TextStream
 
 SAMPLES = "Hello, wörld! naïve 🙂🙃 日本語のテキスト 👩‍👩‍👧 Ωmega\n\nUser: stop here </s> ### the end \ufffd."
 TEXTS = st.text(st.sampled_from(sorted(set(SAMPLES))), min_size=1, max_size=40)
@@ -79,7 +79,7 @@ def test_text_ends_before_the_first_stop_string_however_it_is_split(
     stops = data.draw(stops_of(text))
     tokenizer, ids = byte_tokenizer(chunks)
     wanted, end = cut_at(text, stops)
-    stream, shown = TextStream(Decoder(tokenizer), stops), ""
+    stream, shown = TextStream(Detokenizer(tokenizer), stops), ""
     for count, token in enumerate(ids, 1):
         going_on = stream.push(token)
         shown += stream.take()
@@ -103,7 +103,7 @@ def test_text_ends_before_the_first_stop_string_however_it_is_split(
 @settings(max_examples=500, derandomize=True, deadline=None)
 def test_bytes_that_are_no_characters_are_shown_as_such_and_lose_nothing_else(ids: list[int]) -> None:
     tokenizer, _ = byte_tokenizer([])
-    stream = TextStream(Decoder(tokenizer))
+    stream = TextStream(Detokenizer(tokenizer))
     shown = ""
     for token in ids:
         stream.push(token)
@@ -124,7 +124,7 @@ def test_a_decoder_that_changes_its_mind_about_bytes_does_not_break_a_stream(ids
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
-    stream, shown = TextStream(Decoder(tokenizer)), ""
+    stream, shown = TextStream(Detokenizer(tokenizer)), ""
     for token in ids:
         stream.push(token)
         shown += stream.take()

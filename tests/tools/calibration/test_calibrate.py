@@ -15,7 +15,9 @@ from via_sd.runtime import BundleError, GenerationConfig, Pipeline, load_bundle
 from via_sd.runtime.decoding.router import Gates, MarginGate
 from via_sd.runtime.decoding.statistics import JudgedMargin
 from via_sd.runtime.engines.backends import open_engines
-from via_sd.runtime.generation.policy import Policy, measured_files, policy_file, read_policy, this_machine
+from via_sd.runtime.generation.machine import this_machine
+from via_sd.runtime.generation.policy import Policy
+from via_sd.runtime.generation.policy_file import measured_files, policy_file, read_policy
 from via_sd.tools.bench.run import Sample
 from via_sd.tools.calibration import rounds
 from via_sd.tools.calibration.latency import SIZES, Costs, measure_costs, step_times

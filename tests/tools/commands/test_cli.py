@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 
 from via_sd.masks import Mask, write_mask
 from via_sd.runtime import Chunk, load_bundle
-from via_sd.runtime.generation.policy import measured_files
+from via_sd.runtime.generation.policy_file import measured_files
 from via_sd.tools.commands.console import out
 from via_sd.tools.commands.main import app
 

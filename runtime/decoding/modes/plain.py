@@ -1,0 +1,20 @@
+"""Mode `plain`: the full verifier alone, the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from via_sd.contract.graphs import FULL
+from via_sd.runtime.decoding.random_stream import Purpose
+from via_sd.runtime.decoding.run import Item, Run
+
+
+def plain(run: Run) -> Generator[None, None, None]:
+    """A token a pass."""
+    yield from run.prefill(drafting=False)
+    state = run.state
+    while not state.done:
+        row = run.forward(FULL, state.tokens, 1)[0]
+        run.emit(Item(run.sample(row, state.tokens, Purpose.FULL_TOKEN), "full"), row)
+        run.end_round()
+        yield
