@@ -27,19 +27,19 @@ class AdaptiveGamma:
 
     def __init__(self, cost: StepCost, longest: int = 15, fixed: int | None = None) -> None:
         self._costs = [cost(tokens) for tokens in range(1, longest + 2)]
-        self._fixed = fixed
+        self.fixed = fixed
         self._acceptance = [RunningRatio(self._MEMORY, prior, self._PRIOR_WEIGHT) for prior in self._PRIOR]
 
     def choose(self, situation: int, limit: int, draft_cost: float = 0.0) -> int:
         """Block length for a `situation` (see `Drafter.situation`), at most `limit`; 0 means no draft pays."""
         if situation == 0:
             return 0
-        if self._fixed is not None:
-            return min(self._fixed, limit)
+        if self.fixed is not None:
+            return min(self.fixed, limit)
         best, best_value = 0, 1.0
         expected, survival = 1.0, 1.0
         for g in range(1, min(len(self._costs) - 1, limit) + 1):
-            survival *= self._of(situation + g - 1).value
+            survival *= self.acceptance(situation + g - 1)
             expected += survival
             value = expected / (self._costs[g] + g * draft_cost)
             if value > best_value:
@@ -50,6 +50,10 @@ class AdaptiveGamma:
         """A block drafted in `situation` had `judged` tokens looked at, of which the first `kept` were accepted."""
         for j in range(judged):
             self._of(situation + j).add(j < kept)
+
+    def acceptance(self, situation: int) -> float:
+        """Probability that a token drafted in `situation` is accepted."""
+        return self._of(situation).value
 
     def _of(self, situation: int) -> RunningRatio:
         return self._acceptance[min(situation, len(self._acceptance) - 1)]

@@ -17,7 +17,7 @@ from via_sd.runtime.decoding.cache import SequenceCache
 
 @dataclass(frozen=True)
 class StepCost:
-    """Latency of a verifier pass over S tokens over that of a pass over one, interpolated between measured S."""
+    """Latency of a pass over S tokens over that of a full pass over one, interpolated between measured S."""
 
     measured: Mapping[int, float]
 
@@ -40,17 +40,13 @@ class CostModel:
 
     Attributes:
         full: of a full pass over S tokens.
-        slim: of a slim pass, in full passes over as many tokens.
+        slim: of a slim pass over S tokens.
         draft: of one drafted token, in full passes over one; 0 for a drafter that runs no model.
     """
 
     full: StepCost
-    slim: float = 1.0
+    slim: StepCost
     draft: float = 0.0
-
-    def slim_pass(self, tokens: int) -> float:
-        """Of a slim pass over `tokens`."""
-        return self.slim * self.full(tokens)
 
 
 class RoundCost:

@@ -119,15 +119,22 @@ class Run:
 
     def propose(self, pending: Sequence[int] = ()) -> tuple[Draft, int]:
         """A draft to follow the sequence and what is `pending`, and the situation it was made in."""
-        context = [*self.state.tokens, *pending]
+        situation, room = self.situation(pending)
+        return self.draft(pending, self.gamma.choose(situation, room, self.drafter.cost)), situation
+
+    def situation(self, pending: Sequence[int] = ()) -> tuple[int, int]:
+        """The drafter's situation behind what is `pending` (0: nothing to propose), and how many tokens fit there."""
         # A round always adds one token of a verifier's own, and all that is fed must fit the buffers.
-        limit = min(self.state.remaining - len(pending) - 1, self.options.capacity - len(context))
-        situation = self.drafter.expectation(context) if limit > 0 else 0
-        length = self.gamma.choose(situation, limit, self.drafter.cost)
-        draft = self.drafter.propose(context, length) if length > 0 else Draft()
+        length = len(self.state.tokens) + len(pending)
+        room = max(0, min(self.state.remaining - len(pending) - 1, self.options.capacity - length))
+        return self.drafter.expectation([*self.state.tokens, *pending]) if room else 0, room
+
+    def draft(self, pending: Sequence[int], length: int) -> Draft:
+        """A draft of at most `length` tokens to follow the sequence and what is `pending`."""
+        draft = self.drafter.propose([*self.state.tokens, *pending], length) if length > 0 else Draft()
         self.counters.drafted += len(draft.tokens)
         self.counters.draft_rounds += bool(draft.tokens)
-        return draft, situation
+        return draft
 
     def learn(self, situation: int, draft: Draft, kept: int) -> None:
         """Of a draft made in `situation` the first `kept` tokens were accepted; the next, if any, was rejected."""

@@ -18,7 +18,7 @@ class Policy:
         auto: the fastest mode, with fields of `GenerationConfig` that go with it where a request leaves them open.
         exact: the fastest exact mode, which `auto` means where `auto` would not be within a request's wishes.
         full_cost: time of a full pass over S tokens, in passes over one, by S.
-        slim_cost: of a slim pass, in full passes over as many tokens; None without a slim-verifier.
+        slim_cost: time of a slim pass over S tokens, in full passes over one, by S; None without a slim-verifier.
         draft_cost: of one drafted token, in full passes over one; None for a drafter that runs no model.
         router: None where no divergence was allowed.
     """
@@ -26,7 +26,7 @@ class Policy:
     auto: Mapping[str, Any]
     exact: str
     full_cost: Mapping[int, float]
-    slim_cost: float | None = None
+    slim_cost: Mapping[int, float] | None = None
     draft_cost: float | None = None
     router: RouterMargins | None = None
 
@@ -35,9 +35,12 @@ class Policy:
             raise ValueError(f"modes {self.auto['mode']!r} and {self.exact!r}")
         if self.auto.get("router") == CALIBRATED and self.router is None:
             raise ValueError("auto goes by a calibrated router, and there is none")
-        costs = [*self.full_cost.values(), self.slim_cost or 1.0, self.draft_cost or 1.0]
-        if 1 not in self.full_cost or len(self.full_cost) < 2 or not all(0 < cost < float("inf") for cost in costs):
-            raise ValueError("costs that are none")
+        curves = [curve for curve in (self.full_cost, self.slim_cost) if curve is not None]
+        costs = [*(cost for curve in curves for cost in curve.values()), self.draft_cost or 1.0]
+        if any(1 not in curve or len(curve) < 2 for curve in curves):
+            raise ValueError("costs without that of one token, or of one token alone")
+        if not all(0 < cost < float("inf") for cost in costs):
+            raise ValueError("costs that are not positive and finite")
 
     def options_for(self, max_divergence: float | None, *, as_measured: bool) -> Mapping[str, Any]:
         """What `auto` means for a request: the measured mode, unless it is approximate and the request is not

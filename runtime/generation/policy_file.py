@@ -18,7 +18,8 @@ from via_sd.runtime.generation.machine import Machine, this_machine
 from via_sd.runtime.generation.policy import Policy
 
 FORMAT = "via-sd-policy"
-VERSION = 1
+#: 2: the cost of a slim pass by its length, not one share for all lengths.
+VERSION = 2
 FOLDER = "policy"
 
 
@@ -64,12 +65,17 @@ def read_policy(file: Path, bundle: Bundle, backend: str) -> Policy:
         if data["files"] != measured_files(bundle, backend):
             raise ValueError("it was measured with other files than the bundle has now")
         costs = data["costs"]
-        full = {int(tokens): float(cost) for tokens, cost in costs["full"].items()}
+        full = _curve(costs["full"])
+        slim = None if costs["slim"] is None else _curve(costs["slim"])
         router = _router(data.get("router"))
-        return Policy(dict(data["auto"]), data["exact"], full, costs["slim"], costs["draft"], router)
+        return Policy(dict(data["auto"]), data["exact"], full, slim, costs["draft"], router)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error) if isinstance(error, (OSError, ValueError)) else f"it is damaged: {error!r}"
         raise BundleError(f"{file} is an invalid policy ({reason}); measure again: via-sd-export calibrate") from None
+
+
+def _curve(described: Mapping[str, Any]) -> dict[int, float]:
+    return {int(tokens): float(cost) for tokens, cost in described.items()}
 
 
 def _router(described: Mapping[str, Any] | None) -> RouterMargins | None:
@@ -89,6 +95,10 @@ def policy_json(bundle: Bundle, machine: Machine, policy: Policy, measured: Mapp
         "auto": dict(policy.auto),
         "exact": policy.exact,
         "router": None if policy.router is None else asdict(policy.router),
-        "costs": {"full": dict(policy.full_cost), "slim": policy.slim_cost, "draft": policy.draft_cost},
+        "costs": {
+            "full": dict(policy.full_cost),
+            "slim": None if policy.slim_cost is None else dict(policy.slim_cost),
+            "draft": policy.draft_cost,
+        },
         "measured": dict(measured),
     }

@@ -54,12 +54,12 @@ def router_for(config: GenerationConfig, policy: Policy | None) -> Router:
 def costs_of(bundle: Bundle, policy: Policy | None) -> CostModel:
     """What forward passes cost by `policy`, and by default where it is silent."""
     slim, described = bundle.masks.get(bundle.slim or ""), bundle.manifest["drafter"]
-    costs = default_costs(bundle.precision, skip_ratio=slim.skip_ratio if slim else None, drafter=described["kind"])
+    costs = default_costs(bundle.precision, slim=slim, drafter=described["kind"])
     if policy is None:
         return costs
     return CostModel(
         StepCost(policy.full_cost),
-        costs.slim if policy.slim_cost is None else policy.slim_cost,
+        costs.slim if policy.slim_cost is None else StepCost(policy.slim_cost),
         costs.draft if policy.draft_cost is None else policy.draft_cost,
     )
 

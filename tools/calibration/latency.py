@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import median
 from time import perf_counter
 
 from via_sd.contract.graphs import DRAFTER, FULL
@@ -50,7 +49,7 @@ class Costs:
 
     step_ms: dict[str, dict[int, float]]
     full: dict[int, float]
-    slim: float | None
+    slim: dict[int, float] | None
     draft: float | None
 
 
@@ -60,7 +59,7 @@ def measure_costs(bundle: Bundle, verifier: Engine, drafter: Engine | None) -> C
     full, described = times[FULL], bundle.manifest["drafter"]
     slim = draft = None
     if bundle.slim is not None:
-        slim = math.exp(fmean(math.log(times[bundle.slim][size] / full[size]) for size in full))
+        slim = {size: ms / full[1] for size, ms in times[bundle.slim].items()}
     if described["kind"] == "mask":
         draft = times[described["tier"]][1] / full[1]
     elif drafter is not None:

@@ -7,52 +7,61 @@ from itertools import repeat
 
 from via_sd.contract.graphs import FULL
 from via_sd.runtime.decoding.drafters import Draft
-from via_sd.runtime.decoding.modes.speculative import speculative_round
+from via_sd.runtime.decoding.planner import CascadePlanner, Pass
 from via_sd.runtime.decoding.random_stream import Purpose
-from via_sd.runtime.decoding.round_policy import CascadeBlock
 from via_sd.runtime.decoding.run import Item, Run
 
 
 def cascade(run: Run) -> Generator[None, None, None]:
-    """Slim verifies several blocks losslessly, full then tests every token that is left.
+    """Slim writes and verifies tokens for as long as that pays, then a full pass tests all of them.
 
-    The tokens of the inner rounds follow slim's distribution, whatever was drafted, so the full verifier tests them
-    against the very rows of slim they were drawn from. Where slim does not earn its passes a round leaves it out.
+    The tokens of the slim passes follow slim's distribution, whatever was drafted, so the full verifier tests them
+    against the very rows of slim they were drawn from; a draft behind them it tests as in `speculative`. When a round
+    ends is decided by what was drawn already and never drops a draw, so that the output follows full's distribution.
     """
     yield from run.prefill()
-    state, costs = run.state, run.options.costs
-    block = CascadeBlock(costs)
-    while not state.done:
-        size = min(block.choose(), state.remaining - 1)
-        if size < 1:
-            before = len(state.tokens)
-            drafted = speculative_round(run)
-            block.two_tier(len(state.tokens) - before, costs.full(drafted + 1) + drafted * run.drafter.cost)
-        else:
-            _three_tier_round(run, block, size)
+    planner = CascadePlanner(run.options.costs, run.gamma.acceptance)
+    while not run.state.done:
+        _round(run, planner)
         run.end_round()
         yield
 
 
-def _three_tier_round(run: Run, block: CascadeBlock, size: int) -> None:
-    """Slim writes at least `size` tokens (fewer where the text or the buffer ends), full tests them."""
+def _round(run: Run, planner: CascadePlanner) -> None:
+    """Slim passes as the planner wants them, then the full pass that ends the round."""
     tokens, slim = run.state.tokens, run.options.slim
-    pending: list[Item] = []
-    proposal = Draft()
-    while len(pending) < size and not run.options.stop_tokens.intersection(proposal.tokens):
-        draft, situation = run.propose(proposal.tokens)
-        context = [*tokens, *proposal.tokens]
+    items: list[Item] = []
+    pending = Draft()
+    situation, room = run.situation()
+    planner.begin(situation)
+    while (step := planner.choose(situation, room)).slim:
+        context = [*tokens, *pending.tokens]
+        draft = run.draft(pending.tokens, _draft_length(run, step, situation, room))
         rows = run.forward(slim, [*context, *draft.tokens], len(draft.tokens) + 1)
         verdict = run.test(rows, draft, context, Purpose.SLIM_TEST, Purpose.SLIM_TOKEN)
         run.learn(situation, draft, verdict.kept)
-        block.slim_pass(verdict.kept + 1)
+        planner.wrote([row.margin() for row in rows[: verdict.kept + 1]])
         kept = draft.tokens[: verdict.kept]
-        pending += [Item(token, "draft") for token in kept]
-        pending.append(Item(verdict.token, "slim", replaced=verdict.kept < len(draft.tokens)))
-        proposal.tokens.extend([*kept, verdict.token])
-        proposal.distributions.extend(verdict.distributions or repeat(None, verdict.kept + 1))
-        run.truncate(len(tokens) + len(pending))
-    rows = run.forward(FULL, [*tokens, *proposal.tokens], len(pending) + 1)
+        items += [Item(token, "draft") for token in kept]
+        items.append(Item(verdict.token, "slim", replaced=verdict.kept < len(draft.tokens)))
+        pending.tokens.extend([*kept, verdict.token])
+        pending.distributions.extend(verdict.distributions or repeat(None, verdict.kept + 1))
+        run.truncate(len(tokens) + len(items))
+        situation, room = run.situation(pending.tokens)
+        if run.options.stop_tokens.intersection(pending.tokens):
+            situation = room = 0
+    draft = run.draft(pending.tokens, _draft_length(run, step, situation, room))
+    proposal = Draft([*pending.tokens, *draft.tokens], [*pending.distributions, *draft.distributions])
+    rows = run.forward(FULL, [*tokens, *proposal.tokens], len(proposal.tokens) + 1)
     verdict = run.test(rows, proposal, tokens, Purpose.FULL_TEST, Purpose.FULL_TOKEN)
-    block.judged(min(verdict.kept + 1, len(pending)), verdict.kept)
-    run.conclude(pending, verdict, rows)
+    planner.judged(min(verdict.kept, len(items)))
+    if verdict.kept >= len(items):
+        run.learn(situation, draft, verdict.kept - len(items))
+    run.conclude([*items, *(Item(token, "draft") for token in draft.tokens)], verdict, rows)
+
+
+def _draft_length(run: Run, step: Pass, situation: int, room: int) -> int:
+    """Length of the draft of a pass: as planned, or as the request fixed it."""
+    if run.gamma.fixed is None or situation == 0:
+        return step.draft_length
+    return min(run.gamma.fixed, room - step.slim)  # a slim pass adds a token of its own

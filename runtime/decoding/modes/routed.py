@@ -32,7 +32,7 @@ def routed(run: Run) -> Generator[None, None, None]:
         emitted = len(run.state.tokens) - before
         cost = spent.of_full(emitted)
         if way == SLIM_FIRST:
-            cost += costs.slim_pass(len(draft.tokens) + 1)
+            cost += costs.slim(len(draft.tokens) + 1)
         policy.learn(way, emitted, cost)
         run.end_round()
         yield

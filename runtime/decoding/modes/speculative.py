@@ -12,14 +12,8 @@ def speculative(run: Run) -> Generator[None, None, None]:
     """A block a pass, kept as far as the lossless test keeps it."""
     yield from run.prefill()
     while not run.state.done:
-        speculative_round(run)
+        draft, situation = run.propose()
+        rows = run.forward(FULL, [*run.state.tokens, *draft.tokens], len(draft.tokens) + 1)
+        run.learn(situation, draft, run.verify(draft, rows))
         run.end_round()
         yield
-
-
-def speculative_round(run: Run) -> int:
-    """Draft, full pass, lossless test; the number of drafted tokens."""
-    draft, situation = run.propose()
-    rows = run.forward(FULL, [*run.state.tokens, *draft.tokens], len(draft.tokens) + 1)
-    run.learn(situation, draft, run.verify(draft, rows))
-    return len(draft.tokens)

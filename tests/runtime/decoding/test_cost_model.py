@@ -9,12 +9,13 @@ import pytest
 from tests.support.pipelines import table_pipeline
 from tests.support.table_engine import TableEngine, hashed_logits
 from via_sd.runtime.decoding.cost_model import CostModel, StepCost
-from via_sd.runtime.decoding.round_policy import FULL_ONLY, SLIM_FIRST, CascadeBlock, RoundPolicy, routed_policy
+from via_sd.runtime.decoding.round_policy import FULL_ONLY, SLIM_FIRST, RoundPolicy, routed_policy
 from via_sd.runtime.generation.policy import Policy
 
 VOCAB = 9
-SLOPE, SLIM_COST = 0.05, 0.4
+SLOPE = 0.05
 COST = {1: 1.0, 16: 1.0 + 15 * SLOPE}
+SLIM_COST = {1: 0.4, 16: 0.9}
 
 
 @pytest.mark.parametrize("slim_cost", [0.3, 0.66, 0.9])
@@ -23,7 +24,7 @@ def test_the_way_that_brings_more_tokens_for_its_cost_is_taken_most_of_the_time(
     slim: float, full: float, slim_cost: float
 ) -> None:
     """`slim` and `full`: tokens per cost of the rounds of each way."""
-    policy = routed_policy(CostModel(StepCost(COST), slim_cost))
+    policy = routed_policy(CostModel(StepCost(COST), StepCost({1: slim_cost, 16: slim_cost})))
     taken = []
     for _ in range(400):
         way = policy.choose()
@@ -34,7 +35,7 @@ def test_the_way_that_brings_more_tokens_for_its_cost_is_taken_most_of_the_time(
 
 
 def test_a_way_that_was_left_is_tried_again() -> None:
-    policy = routed_policy(CostModel(StepCost(COST), 0.4))
+    policy = routed_policy(CostModel(StepCost(COST), StepCost(SLIM_COST)))
     for _ in range(20):
         policy.learn(SLIM_FIRST, 1, 5.0)
     assert policy.choose() == FULL_ONLY
@@ -60,17 +61,8 @@ def test_rounds_are_charged_for_all_passes_and_for_what_full_has_still_to_read(
     monkeypatch.setattr(RoundPolicy, "learn", told)
     found = pipeline.generate("abcabc", mode="routed", router=router, alpha2=0.8, raw=True, max_new_tokens=150)
     assert {"draft", "slim", "full"} == set(found.tiers)
-    cost = StepCost(COST)
+    costs = {"full": StepCost(COST), "slim": StepCost(SLIM_COST)}
     calls = engine.buffers[0].calls[1:]  # behind the prompt
-    spent = sum(cost(len(call.tokens)) * (SLIM_COST if call.tier == "slim" else 1.0) for call in calls)
+    spent = sum(costs[call.tier](len(call.tokens)) for call in calls)
     unread = 6 + len(found.token_ids) - 1 - pipeline.current.verifier.lengths["full"]
     assert sum(charged) == pytest.approx(spent + SLOPE * unread)
-
-
-def test_a_cascade_leaves_out_a_slim_verifier_whose_tokens_full_rejects() -> None:
-    block = CascadeBlock(CostModel(StepCost(COST), SLIM_COST))
-    assert block.choose() > 0
-    for _ in range(40):
-        block.slim_pass(2)
-        block.judged(2, 0)
-    assert block.choose() == 0

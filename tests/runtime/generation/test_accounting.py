@@ -28,7 +28,11 @@ VOCAB = 7
 CAPACITY = 72
 MODES = ("plain", "speculative", "cascade", "routed")
 POLICY = Policy(
-    {"mode": "plain"}, "plain", {1: 1.0, 8: 1.5}, slim_cost=0.4, router=RouterMargins(0.1, {0.0: 2.0, 0.1: 0.5})
+    {"mode": "plain"},
+    "plain",
+    {1: 1.0, 8: 1.5},
+    slim_cost={1: 0.4, 8: 0.6},
+    router=RouterMargins(0.1, {0.0: 2.0, 0.1: 0.5}),
 )
 
 

@@ -49,7 +49,7 @@ def test_a_model_drafter_reads_in_chunks_too_behind_the_first_token(
     logits = hashed_logits(VOCAB)
     drafter = TableEngine(lambda tier, *at: logits("slim", *at), VOCAB, tiers=("full",), prefill_chunk=2 * CHUNK)
     pipeline = table_pipeline(engine, tmp_path, draft_with=drafter)
-    chunks = list(pipeline.stream(PROMPT, mode=mode, raw=True, max_new_tokens=9, ignore_eos=True))
+    chunks = list(pipeline.stream(PROMPT, mode=mode, raw=True, max_new_tokens=9, ignore_eos=True, gamma=2))
     assert [len(chunk.token_ids) for chunk in chunks[:5]] == [0, 0, 0, 1, 0]
     assert all(chunk.token_ids for chunk in chunks[5:])
     assert [len(call.tokens) for call in drafter.buffers[0].calls[:2]] == [2 * CHUNK, 2 * CHUNK + 1]

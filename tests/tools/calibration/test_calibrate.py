@@ -88,8 +88,8 @@ def test_a_pipeline_takes_the_policy_of_its_machine_and_no_other_s(bundle, recwa
     policy = read_policy(file, load_bundle(bundle), "onnxruntime")
     found = Pipeline.load(bundle, threads=1)
     assert found.policy == policy
-    assert found.step_cost.measured == policy.full_cost
-    assert found.slim_cost == policy.slim_cost
+    assert found.model.costs.full.measured == policy.full_cost
+    assert found.model.costs.slim.measured == policy.slim_cost
     assert found.generate("x", **REQUEST).stats.mode == "cascade"
     for other in ({"threads": 2}, {"threads": 1, "policy": False}):
         pipeline = Pipeline.load(bundle, **other)
@@ -168,8 +168,8 @@ def test_the_policy_s_mode_gives_the_text_that_mode_gives(bundle):
     [
         (lambda data: "{", "Expecting"),
         (lambda data: [], "damaged"),
-        (lambda data: {**data, "format": "via-sd-police"}, "it is no via-sd-policy version 1"),
-        (lambda data: {**data, "version": 2}, "it is no via-sd-policy version 1"),
+        (lambda data: {**data, "format": "via-sd-police"}, "it is no via-sd-policy version 2"),
+        (lambda data: {**data, "version": 1}, "it is no via-sd-policy version 2"),
         (lambda data: {**data, "files": "others"}, "it was measured with other files than the bundle has now"),
         (lambda data: {**data, "auto": {"mode": "warp"}}, "warp"),
         (lambda data: {**data, "auto": {}}, "damaged"),
@@ -272,7 +272,9 @@ def test_costs_of_a_policy_change_no_greedy_text(tiny_bundle_mask_drafter):
     drafted = set()
     for slope in (0.0, 1.0):
         full = {size: 1 + slope * (size - 1) for size in SIZES}
-        policy = Policy({"mode": "speculative"}, "speculative", full, 0.5, 0.1)
+        policy = Policy(
+            {"mode": "speculative"}, "speculative", full, {size: cost / 2 for size, cost in full.items()}, 0.1
+        )
         pipeline = Pipeline(
             bundle, verifier, drafter, max_sequences=1, retained_slots=1, slot_timeout=None, policy=policy
         )
@@ -337,7 +339,7 @@ def test_the_exact_modes_are_in_the_second_round_and_the_best_of_the_others(monk
     assert runs.policy.router == found.router
     assert found.router.gate(0.02).margin == 0.0
     assert found.router.gate(0.009).shut, "99 tokens, though five settings told of each"
-    policy = rounds.policy_of(tried, found, 0.02, Costs({}, {1: 1.0, 2: 1.0}, 0.5, None))
+    policy = rounds.policy_of(tried, found, 0.02, Costs({}, {1: 1.0, 2: 1.0}, {1: 0.5, 2: 0.5}, None))
     assert (policy.auto, policy.exact) == ({"mode": "speculative"}, "speculative")
     assert policy.router == found.router
     assert "cascade, the best with it, is 0.67x" in rounds.slim_verdict(tried, found.second, 0.02)

@@ -478,9 +478,9 @@ def test_generate_says_when_routed_did_not_ask_slim(tiny_bundle, tmp_path):
     asked = invoke(*command, "--router", "paper", "--ignore-eos")
     assert "slim was never asked" not in asked.stderr
     facts = {
-        "format": "via-sd-policy", "version": 1, "machine": {}, "auto": {"mode": "plain"}, "exact": "plain",
+        "format": "via-sd-policy", "version": 2, "machine": {}, "auto": {"mode": "plain"}, "exact": "plain",
         "files": measured_files(load_bundle(tiny_bundle), "onnxruntime"),
-        "costs": {"full": {"1": 1.0, "2": 1.1}, "slim": 0.6, "draft": None},
+        "costs": {"full": {"1": 1.0, "2": 1.1}, "slim": {"1": 0.6, "2": 0.7}, "draft": None},
         "router": {"max_divergence": 0.1, "margins": {"0.1": 1.0}},
     }  # fmt: skip
     (tmp_path / "policy.json").write_text(json.dumps(facts))
