@@ -118,12 +118,15 @@ class Mask:
 
     def in_precision(self, precision: QuantisedState) -> Mask:
         """The same mask with everything it keeps, the LM head included, in `precision`."""
+        return self._replaced({"keep": precision})
 
-        def lowered(states: tuple[SublayerState, ...]) -> tuple[SublayerState, ...]:
-            return tuple(precision if state == "keep" else state for state in states)
+    def keeping(self, *precisions: str) -> Mask:
+        """The same mask with everything that is in one of `precisions`, the LM head included, kept as full has it."""
+        return self._replaced(dict.fromkeys(precisions, "keep"))
 
-        head = precision if self.head == "keep" else self.head
-        return replace(self, attention=lowered(self.attention), mlp=lowered(self.mlp), head=head)
+    def _replaced(self, states: Mapping[str, Any]) -> Mask:
+        attention, mlp = (tuple(states.get(state, state) for state in part) for part in (self.attention, self.mlp))
+        return replace(self, attention=attention, mlp=mlp, head=states.get(self.head, self.head))
 
     @property
     def num_layers(self) -> int:
@@ -153,6 +156,11 @@ class Mask:
     def keeps_all(self) -> bool:
         """Whether it does everything as full does."""
         return {*self.states, self.head} == {"keep"}
+
+    @property
+    def precisions(self) -> tuple[QuantisedState, ...]:
+        """The precisions that some sublayer, or the LM head, is in besides that of full."""
+        return tuple(state for state in QUANTISED_STATES if state in (*self.states, self.head))
 
     @property
     def skip_ratio(self) -> float:

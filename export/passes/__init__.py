@@ -1,16 +1,19 @@
 """Graph passes on `onnx_ir`, one subject each; every class says what it requires and what it ensures."""
 
 from via_sd.export.passes.attention_semantics import AttentionSemanticsPass, LimitPositionsPass
+from via_sd.export.passes.branches import Bridge, Substitutes
 from via_sd.export.passes.fuse_mlp import FuseGateUpPass
 from via_sd.export.passes.prune import PrunePass
 from via_sd.export.passes.quantize import QuantizePass, constant_products
 from via_sd.export.passes.residual import State, Sublayer, find_sublayers
-from via_sd.export.passes.route import RoutePass, Segment, keep_vector, plan_segments
+from via_sd.export.passes.route import RoutePass
+from via_sd.export.passes.segments import Segment, bridge_name, keep_vector, plan_segments, sublayer_segments
 from via_sd.export.passes.shared_table import SharedTablePass
 from via_sd.export.passes.step_inputs import LastLogitsPass, StepInputsPass
 
 __all__ = [
     "AttentionSemanticsPass",
+    "Bridge",
     "FuseGateUpPass",
     "LastLogitsPass",
     "LimitPositionsPass",
@@ -22,8 +25,11 @@ __all__ = [
     "State",
     "StepInputsPass",
     "Sublayer",
+    "Substitutes",
+    "bridge_name",
     "constant_products",
     "find_sublayers",
     "keep_vector",
     "plan_segments",
+    "sublayer_segments",
 ]

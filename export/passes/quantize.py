@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 
 import numpy as np
@@ -17,6 +17,7 @@ from via_sd.progress import Progress, no_progress
 SHARES_BYTES_OF = "via_sd.shares_bytes_of"
 #: Activations in int8 for the product: the fast kernels, and what `accuracy_level=4` has meant throughout the field.
 ACCURACY_LEVEL = 4
+BLOCK_SIZE = 32
 
 
 class QuantizePass(ir.passes.InPlacePass):
@@ -28,17 +29,19 @@ class QuantizePass(ir.passes.InPlacePass):
     Args:
         energy: mean square of each input channel, float32 [K], by weight name; with it the scales of 4-bit blocks are
             fitted to what the products compute (`refine_int4`).
+        only: the nodes to quantise; every product by default.
 
     Requires: weights of `MatMul` and `FusedMatMul(transB)` are initializers of rank 2.
-    Ensures: no floating-point matrix product with a constant is left; no weight is stored twice.
+    Ensures: no floating-point matrix product with a constant is left, of those to quantise; no weight is stored twice.
     """
 
     def __init__(
         self,
         bits: int,
-        block_size: int = 32,
+        block_size: int = BLOCK_SIZE,
         *,
         energy: Mapping[str, np.ndarray] = MappingProxyType({}),
+        only: Collection[ir.Node] | None = None,
         progress: Progress = no_progress,
     ) -> None:
         super().__init__()
@@ -47,12 +50,13 @@ class QuantizePass(ir.passes.InPlacePass):
         self.bits = bits
         self.block_size = block_size
         self.energy = energy
+        self.only = only
         self.progress = progress
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
         graph.opset_imports.setdefault("com.microsoft", 1)
-        products = list(constant_products(graph))
+        products = self._products(graph)
         for index, node in enumerate(products):
             self.progress("quantising", (index + 1) / len(products))
             self._quantize(graph, node)
@@ -60,9 +64,12 @@ class QuantizePass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, modified=True)
 
     def ensures(self, model: ir.Model) -> None:
-        left = [node.name for node in constant_products(model.graph)]
+        left = [node.name for node in self._products(model.graph)]
         if left:
             raise ir.passes.PostconditionError(f"not quantised: {left}")
+
+    def _products(self, graph: ir.Graph) -> list[ir.Node]:
+        return [node for node in constant_products(graph) if self.only is None or node in self.only]
 
     def _quantize(self, graph: ir.Graph, node: ir.Node) -> None:
         weight = node.inputs[1]
@@ -72,29 +79,17 @@ class QuantizePass(ir.passes.InPlacePass):
         matrix = weight.const_value.numpy()
         if node.op_type == "FusedMatMul":
             matrix = matrix.T  # the embedding's layout, [vocab, hidden]
-        inner, outer = matrix.shape
-        packed, scales = quantize_blocks(np.ascontiguousarray(matrix), self.bits, self.block_size)
-        if self.bits == 4 and weight.name in self.energy:
-            packed, scales = refine_int4(matrix, packed, scales, self.energy[weight.name])
-        table = _initializer(graph, f"{weight.name}.q{self.bits}", packed)
-        scale = _initializer(graph, f"{weight.name}.scales", scales)
-        product = ir.node(
-            "MatMulNBits",
-            [node.inputs[0], table, scale],
-            {
-                "K": inner,
-                "N": outer,
-                "bits": self.bits,
-                "block_size": self.block_size,
-                "accuracy_level": ACCURACY_LEVEL,
-            },
-            domain="com.microsoft",
-            name=node.name,
-        )
+        hidden = node.inputs[0]
+        assert hidden is not None
+        energy = self.energy.get(weight.name)
+        product, table, scale = block_product(hidden, matrix, weight.name, self.bits, self.block_size, energy=energy)
+        product.name = node.name
+        for value in (table, scale):
+            graph.register_initializer(value)
         ir.convenience.replace_nodes_and_values(graph, node, [node], [product], [node.outputs[0]], [product.outputs[0]])
         for reader in list(weight.consumers()):
             if reader.op_type == "Gather":
-                self._share_embedding(graph, reader, table, scale, inner)
+                self._share_embedding(graph, reader, table, scale, len(matrix))
 
     def _share_embedding(self, graph: ir.Graph, gather: ir.Node, table: ir.Value, scale: ir.Value, hidden: int) -> None:
         if hidden % self.block_size:
@@ -105,7 +100,8 @@ class QuantizePass(ir.passes.InPlacePass):
         assert table.const_value is not None
         packed = table.const_value.numpy()
         flat = packed.reshape(len(packed), -1)
-        rows = _initializer(graph, f"{table.name}.rows", flat)
+        rows = constant(f"{table.name}.rows", flat)
+        graph.register_initializer(rows)
         rows.metadata_props[SHARES_BYTES_OF] = table.name or ""
         lookup = ir.node(
             "GatherBlockQuantized",
@@ -117,6 +113,35 @@ class QuantizePass(ir.passes.InPlacePass):
         ir.convenience.replace_nodes_and_values(
             graph, gather, [gather], [lookup], [gather.outputs[0]], [lookup.outputs[0]]
         )
+
+
+def block_product(
+    hidden: ir.Value,
+    matrix: np.ndarray,
+    name: str,
+    bits: int,
+    block_size: int = BLOCK_SIZE,
+    *,
+    energy: np.ndarray | None = None,
+) -> tuple[ir.Node, ir.Value, ir.Value]:
+    """A node that multiplies `hidden` by float32 `matrix` [K, N] in blocks, and its initializers: blocks and scales.
+
+    Args:
+        name: of the weight.
+        energy: mean square of each input channel, float32 [K], that 4-bit blocks are fitted to.
+    """
+    inner, outer = matrix.shape
+    packed, scales = quantize_blocks(np.ascontiguousarray(matrix), bits, block_size)
+    if bits == 4 and energy is not None:
+        packed, scales = refine_int4(matrix, packed, scales, energy)
+    table, scale = constant(f"{name}.q{bits}", packed), constant(f"{name}.q{bits}.scales", scales)
+    product = ir.node(
+        "MatMulNBits",
+        [hidden, table, scale],
+        {"K": inner, "N": outer, "bits": bits, "block_size": block_size, "accuracy_level": ACCURACY_LEVEL},
+        domain="com.microsoft",
+    )
+    return product, table, scale
 
 
 def quantize_blocks(matrix: np.ndarray, bits: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -142,9 +167,9 @@ def constant_products(graph: ir.Graph) -> Iterator[ir.Node]:
                 yield node
 
 
-def _initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
+def constant(name: str, array: np.ndarray) -> ir.Value:
+    """An initializer that is in no graph yet."""
     value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
     value.type = ir.TensorType(ir.DataType.from_numpy(array.dtype))
     value.shape = ir.Shape(array.shape)
-    graph.register_initializer(value)
     return value

@@ -1,4 +1,4 @@
-"""Route: one graph for every tier, each run of skippable sublayers inside one `If` chosen by the input `keep`.
+"""Route: one graph for every tier; where tiers differ, the input `keep` chooses what is computed.
 
 One session over this graph holds one copy of the weights, packed once, and is full, slim and mask drafter at once:
 sharing weights between sessions costs memory or speed in ONNX Runtime, an untaken branch costs neither.
@@ -6,70 +6,49 @@ sharing weights between sessions costs memory or speed in ONNX Runtime, an untak
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import onnx_ir as ir
 
 from via_sd.contract.graphs import KEEP
-from via_sd.export.passes.prune import explicit_state
-from via_sd.export.passes.residual import Sublayer, find_sublayers
+from via_sd.export.passes.branches import Body, Branches, Substitutes
+from via_sd.export.passes.segments import KEPT, Segment
 from via_sd.export.passes.values import new_value
-from via_sd.masks import Mask
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A run of neighbouring sublayers that every mask treats alike: entry `index` of the `keep` input.
-
-    `start` and `stop` count sublayers in order of execution (2 * layer for attention, 2 * layer + 1 for the MLP).
-    """
-
-    start: int
-    stop: int
-
-
-def plan_segments(masks: list[Mask], num_sublayers: int, *, per_sublayer: bool = False) -> list[Segment]:
-    """The runs of sublayers that some mask skips, cut wherever any mask changes its mind.
-
-    With `per_sublayer` every sublayer is a segment of its own, which lets one graph run any mask (search).
-    """
-    if per_sublayer:
-        return [Segment(i, i + 1) for i in range(num_sublayers)]
-    votes = [tuple(mask.sublayers[i] for mask in masks) for i in range(num_sublayers)]
-    starts = [i for i in range(num_sublayers) if i == 0 or votes[i] != votes[i - 1]]
-    spans = zip(starts, [*starts[1:], num_sublayers], strict=True)
-    return [Segment(a, b) for a, b in spans if not all(votes[a])]
-
-
-def keep_vector(mask: Mask, segments: list[Segment]) -> list[bool]:
-    """The `keep` input that makes the routed graph compute `mask`."""
-    return [mask.sublayers[segment.start] for segment in segments]
 
 
 class RoutePass(ir.passes.InPlacePass):
-    """Put every segment inside an `If`; the else branch hands the residual stream and the KV buffers through.
+    """Put every segment inside `If`s that choose its branch by the input `keep`.
 
-    Requires: a decoder graph `find_sublayers` understands.
-    Ensures: a new input `keep`, bool[len(segments)]; with all true the graph computes what it computed, with
-    `keep_vector(mask, …)` what `PrunePass(mask)` leaves, and the KV buffers of skipped layers stay as they were.
+    Two branches are one `If`; of more, each further one is an `If` in the else branch of the one before.
+
+    Requires: a decoder graph `find_sublayers` understands; `substitutes` for the branches of the segments.
+    Ensures: a new input `keep`, bool[one less than branches, summed over segments]; with all true the graph computes
+    what it computed, with `keep_vector(mask, …)` what `PrunePass(mask)` leaves, and the KV buffers of layers that do
+    not run stay as they were.
+
+    Weights that a branch of an `If` inside an `If` reads lie in that branch's graph, all others in the main one. ONNX
+    Runtime (1.32) packs a constant for its kernel where it lies in the kernel's own graph or one level above, and of
+    those that it has packed it lets go only where they lie in the main graph.
     """
 
-    def __init__(self, segments: list[Segment]) -> None:
+    def __init__(self, segments: Sequence[Segment], substitutes: Substitutes | None = None) -> None:
         super().__init__()
         self.segments = segments
+        self.substitutes = substitutes or Substitutes()
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
-        sublayers = find_sublayers(graph)
+        branches = Branches(graph, self.substitutes)
         if not self.segments:
             return ir.passes.PassResult(model, modified=False)
-        keep = new_value(KEEP, segments=len(self.segments))
-        graph.inputs.append(keep)
-        flags = _split_flags(graph, keep, len(self.segments))
+        counts = [len(segment.branches) - 1 for segment in self.segments]
+        flags = iter(reversed(_flags(graph, sum(counts))))
         # Last first: wrapping a segment leaves the boundaries of earlier ones as they were found.
-        for index in reversed(range(len(self.segments))):
-            segment = self.segments[index]
-            _wrap(graph, sublayers[segment.start : segment.stop], flags[index], name=f"segment_{index}")
+        for index, segment in reversed(list(enumerate(self.segments))):
+            bodies = [branches.body(segment.start, segment.stop, branch) for branch in segment.branches]
+            own = list(islice(flags, counts[index]))[::-1]
+            _wrap(graph, dict(zip(segment.branches, bodies, strict=True)), own, f"segment_{index}")
         return ir.passes.PassResult(model, modified=True)
 
     def ensures(self, model: ir.Model) -> None:
@@ -78,8 +57,10 @@ class RoutePass(ir.passes.InPlacePass):
             raise ir.passes.PostconditionError(f"{ifs} If nodes for {len(self.segments)} segments")
 
 
-def _split_flags(graph: ir.Graph, keep: ir.Value, count: int) -> list[ir.Value]:
-    """One scalar-like flag per segment, computed at the top of the graph."""
+def _flags(graph: ir.Graph, count: int) -> list[ir.Value]:
+    """The new input `keep` as one value per flag, taken apart at the top of the graph."""
+    keep = new_value(KEEP, flags=count)
+    graph.inputs.append(keep)
     if count == 1:
         return [keep]
     split = ir.node("Split", [keep], {"axis": 0, "num_outputs": count}, num_outputs=count, name="keep_split")
@@ -90,29 +71,54 @@ def _split_flags(graph: ir.Graph, keep: ir.Value, count: int) -> list[ir.Value]:
     return list(split.outputs)
 
 
-def _wrap(graph: ir.Graph, run: list[Sublayer], flag: ir.Value, name: str) -> None:
-    entry = explicit_state(graph, run[0])
-    exit_ = run[-1].after
-    assert entry.delta is not None
-    assert exit_.delta is not None
-    nodes = [node for sublayer in run for node in sublayer.nodes]
-    inside = set(nodes)
-    exchanged = [(entry.delta, exit_.delta), *(pair for sublayer in run for pair in sublayer.kv)]
-    if exit_.residual.producer() in inside:  # else it is the embedding, the same on both branches
-        exchanged.insert(1, (entry.residual, exit_.residual))
+def _wrap(graph: ir.Graph, bodies: Mapping[str, Body], flags: list[ir.Value], name: str) -> None:
+    kept = bodies[KEPT]
+    inside = set(kept.nodes)
+    # What the kept nodes do not make, the embedding as the residual, is the same on every branch.
+    exchanged = [index for index, value in enumerate(kept.leaving) if value.producer() in inside]
+    made = [kept.leaving[index] for index in exchanged]
+    choice = ir.node("If", [flags[0]], num_outputs=len(made), name=name)
+    graph.insert_after(kept.nodes[-1], choice)
+    for value, outer in zip(made, choice.outputs, strict=True):
+        outer.type, outer.shape = value.type, value.shape
+        _hand_over(graph, value, outer, inside, name)
+    graph.remove(kept.nodes)
+    own = len(bodies) > 2
+    parts = []
+    for branch, body in bodies.items():
+        for weight in [] if own else body.weights:
+            graph.register_initializer(weight)
+        leaving = [body.leaving[index] for index in exchanged]
+        parts.append((branch, Body(body.nodes, leaving, body.weights if own else [])))
+    _fill(choice, parts, flags, name)
 
-    branch = ir.node("If", [flag], num_outputs=len(exchanged), name=name)
-    graph.insert_after(nodes[-1], branch)
-    for (_, made), outer in zip(exchanged, branch.outputs, strict=True):
-        outer.type, outer.shape = made.type, made.shape
-        _hand_over(graph, made, outer, inside, name)
 
-    graph.remove(nodes)
-    then = ir.Graph([], [made for _, made in exchanged], nodes=nodes, name=f"{name}_keep")
-    skips = [_identity(passed, f"{name}_skip_{index}") for index, (passed, _) in enumerate(exchanged)]
-    otherwise = ir.Graph([], [node.outputs[0] for node in skips], nodes=skips, name=f"{name}_skip")
-    branch.attributes["then_branch"] = ir.AttrGraph("then_branch", then)
-    branch.attributes["else_branch"] = ir.AttrGraph("else_branch", otherwise)
+def _fill(choice: ir.Node, bodies: list[tuple[str, Body]], flags: list[ir.Value], name: str) -> None:
+    """Give the `If` node `choice` its two branches: the first of `bodies`, and the others, each behind its flag."""
+    (branch, body), *others = bodies
+    if len(others) == 1:
+        otherwise = _graph(others[0][1], f"{name}_{others[0][0]}")
+    else:
+        inner = ir.node("If", [flags[1]], num_outputs=len(body.leaving), name=f"{name}_not_{branch}")
+        for value, output in zip(body.leaving, inner.outputs, strict=True):
+            output.name = f"{value.name}_not_{branch}"
+            output.type, output.shape = value.type, value.shape
+        _fill(inner, others, flags[1:], name)
+        otherwise = ir.Graph([], inner.outputs, nodes=[inner], name=inner.name)
+    choice.attributes["then_branch"] = ir.AttrGraph("then_branch", _graph(body, f"{name}_{branch}"))
+    choice.attributes["else_branch"] = ir.AttrGraph("else_branch", otherwise)
+
+
+def _graph(body: Body, name: str) -> ir.Graph:
+    """The graph of one branch; what it hands on as it came is made its own by `Identity`."""
+    inside = set(body.nodes)
+    passed = {
+        index: _identity(value, f"{name}_{index}")
+        for index, value in enumerate(body.leaving)
+        if value.producer() not in inside
+    }
+    outputs = [passed[index].outputs[0] if index in passed else value for index, value in enumerate(body.leaving)]
+    return ir.Graph([], outputs, nodes=[*body.nodes, *passed.values()], initializers=body.weights, name=name)
 
 
 def _hand_over(graph: ir.Graph, made: ir.Value, outer: ir.Value, inside: set[ir.Node], name: str) -> None:

@@ -23,7 +23,7 @@ from via_sd.export.portable.head import HeadPass
 from via_sd.export.portable.norms import StandardNormPass
 from via_sd.export.portable.numbers import RowNumbersPass
 from via_sd.export.portable.unroute import UnroutePass
-from via_sd.masks import Mask
+from via_sd.masks import QUANTISED_STATES, Mask
 
 #: First opset with TensorScatter and with Attention over a cache of fixed size.
 OPSET = 24
@@ -43,7 +43,7 @@ def to_portable(
         model: a decoder graph as an export leaves it (`lower` applied), routed or not, not quantised.
         max_seq_len: capacity of the KV caches in tokens.
         dtype: `fp32`, `fp16`, `bf16`, or the element type itself.
-        mask: what to leave out; None for the full verifier.
+        mask: what to leave out; None for the full verifier. What the mask runs in fewer bits is in `dtype` too.
 
     Raises:
         UnsupportedModelError: an operator or an attention this graph cannot express.
@@ -51,7 +51,7 @@ def to_portable(
     result = model.clone()
     UnroutePass()(result)
     if mask is not None:
-        PrunePass(mask)(result)
+        PrunePass(mask.keeping(*QUANTISED_STATES))(result)
     AttentionPass(max_seq_len)(result)
     StandardNormPass()(result)
     HeadPass()(result)

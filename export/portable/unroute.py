@@ -1,4 +1,4 @@
-"""Undo routing: replace every `If` of a routed graph by its branch that keeps the segment."""
+"""Undo routing: replace every `If` of a routed graph by what full computes there."""
 
 from __future__ import annotations
 
@@ -40,8 +40,13 @@ def _splice(graph: ir.Graph, branch: ir.Node) -> None:
         inner.name = outer.name
         inner.type, inner.shape = outer.type or inner.type, outer.shape or inner.shape
         outer.replace_all_uses_with(inner, replace_graph_outputs=True)
-    # The other branch reads the values around it; a node that is only out of the graph would still count as a reader.
-    skipped = branch.attributes["else_branch"].as_graph()
-    skipped.outputs.clear()
-    skipped.remove(list(skipped), safe=True)
+    _discard(branch.attributes["else_branch"].as_graph())
     graph.remove(branch, safe=True)
+
+
+def _discard(branch: ir.Graph) -> None:
+    """Take a branch apart: a node that is only out of the graph would still count as a reader of what it reads."""
+    for inner in branch.subgraphs():
+        _discard(inner)
+    branch.outputs.clear()
+    branch.remove(list(branch), safe=True)

@@ -17,7 +17,7 @@ from via_sd.export.sources.checkpoint import Checkpoint, open_checkpoint
 from via_sd.export.writer.decoder import write_decoder
 from via_sd.export.writer.limits import capacity
 from via_sd.export.writer.precision import check_precision, precision_of
-from via_sd.export.writer.tiers import check_nesting, drafter_mask, resolve_mask
+from via_sd.export.writer.tiers import check_nesting, check_precisions, drafter_mask, resolve_mask, slim_in_precision
 from via_sd.export.writer.tokenizer import export_tokenizer
 from via_sd.export.writer.vocabulary import check_vocabularies
 from via_sd.files import whole_directory, write_whole
@@ -37,6 +37,7 @@ def export_bundle(
     mask_format: MaskFormat | None = None,
     drafter: str = "ngram",
     precision: str | None = None,
+    slim_precision: str | None = None,
     max_seq_len: int | None = None,
     chat_template: str | Path | None = None,
     check: bool = True,
@@ -53,6 +54,8 @@ def export_bundle(
         drafter: `ngram`, `mask:FILE` (a deeper mask of the verifier), or another model with the same vocabulary.
         precision: of the weights: `fp32`, or weight-only `int8` or `int4` (blocks of 32, symmetric); by default what
             the weights are in an ONNX decoder, and `fp32` otherwise.
+        slim_precision: of what the slim-verifier keeps, its LM head included: `int8` or `int4`; without masks the
+            slim-verifier is then the whole model in that precision. Masks can say it of each sublayer.
         max_seq_len: capacity of a KV buffer in tokens; the model's limit or 4096, whichever is less, by default.
         chat_template: file with a Jinja chat template to take instead of the model's.
         check: compare with transformers on the checkpoint, or with the ONNX decoder as it came, before the bundle is
@@ -72,6 +75,8 @@ def export_bundle(
     with whole_directory(target) as directory, open_checkpoint(verifier, progress) as source:
         precision = precision_of(precision, source, str(verifier))
         tiers = [resolve_mask(mask, source.identity, mask_format) for mask in masks]
+        if slim_precision is not None:
+            tiers = slim_in_precision(tiers, slim_precision, precision, source.identity)
         deepest = drafter_mask(drafter, source.identity, mask_format)
         limit = capacity(max_seq_len, source.config)
         (directory / VERIFIER).mkdir()
@@ -79,6 +84,8 @@ def export_bundle(
         tokenizer = export_tokenizer(source.directory, directory, source.config, template)
         every = tiers + ([deepest] if deepest else [])
         check_nesting(every)
+        for mask in every:
+            check_precisions(mask, precision, quantised_source=source.precision is not None)
         decoder = write_decoder(source, directory / VERIFIER, every, precision, limit, check, progress)
         manifest: dict[str, Any] = {
             "format": FORMAT,

@@ -1,9 +1,9 @@
 """Write one decoder of a bundle: its graphs over one weights file, and the check of what was written.
 
 lowered graph
-  -> FuseGateUpPass   quantised decoders: gate and up projection as one product
+  -> FuseGateUpPass   what is quantised: gate and up projection as one product
   -> check            the float32 graph against its reference, with the weights as they are in memory
-  -> QuantizePass
+  -> QuantizePass     full, and a variant for each other precision that a mask names
   -> RoutePass        every tier in one graph; PrunePass: each mask's tier as a graph of its own
   -> write            weights once, graphs that refer to them
   -> check            the written graph against the reference
@@ -11,7 +11,7 @@ lowered graph
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 
 from via_sd.contract.graphs import FULL, KEEP
-from via_sd.export.passes import FuseGateUpPass, PrunePass, RoutePass, keep_vector, plan_segments
+from via_sd.export.passes import FuseGateUpPass, PrunePass, RoutePass, Substitutes, keep_vector, plan_segments
 from via_sd.export.passes.lower import lower
 from via_sd.export.sources.checkpoint import Checkpoint
 from via_sd.export.writer.check import Reference, check_logits, reference_logits, source_logits
@@ -27,7 +27,8 @@ from via_sd.export.writer.describe import describe_kv, describe_values
 from via_sd.export.writer.input_energy import add_energy_outputs, input_energy
 from via_sd.export.writer.precision import quantise
 from via_sd.export.writer.stepper import Stepper
-from via_sd.export.writer.weights import WEIGHTS_FILE, save_graph, weights_as_inputs, write_weights
+from via_sd.export.writer.variants import quantised_variants
+from via_sd.export.writer.weights import WEIGHTS_FILE, added_bytes, save_graph, weights_as_inputs, write_weights
 from via_sd.masks import Mask
 from via_sd.progress import Progress
 
@@ -63,35 +64,34 @@ def write_decoder(
         ExportError: a graph that does not compute what its reference does.
         UnsupportedModelError: a model whose structure or semantics a bundle cannot have.
     """
-    model = source.model
-    lower(model, source.config, max_seq_len)
-    kv = describe_kv(model)
+    lower(source.model, source.config, max_seq_len)
+    kv = describe_kv(source.model)
     reference = _reference(source, max_seq_len, progress) if check else None
-    quantised = source.precision is None and precision != "fp32"
-    if precision != "fp32":
-        FuseGateUpPass()(model)
-    if quantised:
-        energy = _before_quantisation(source, reference, precision, max_seq_len, progress)
-        quantise(model, precision, progress, energy)
-    segments = plan_segments(masks, 2 * source.identity.num_layers)
-    slims = {mask.name: PrunePass(mask)(model.clone()).model for mask in masks}
-    routed = RoutePass(segments)(model.clone()).model
+    # In a decoder of some precision, a mask that names it means what full does.
+    branches = [mask.keeping(precision) for mask in masks]
+    model, substitutes = _quantised(source, branches, precision, reference, max_seq_len, progress)
+    segments = plan_segments(branches, 2 * source.identity.num_layers)
+    routed = RoutePass(segments, substitutes)(model.clone()).model
+    slims = [PrunePass(mask, substitutes)(model.clone()).model for mask in branches]
 
-    weights = write_weights(model, directory, progress)
+    weights = write_weights(routed, directory, progress)
     save_graph(routed, directory / GRAPH_FILE, weights)
-    tiers: dict[str, Any] = {FULL: {KEEP.name: [True] * len(segments), "graph": f"{directory.name}/{GRAPH_FILE}"}}
-    for mask in masks:
+    full = [True] * sum(len(segment.branches) - 1 for segment in segments)
+    own, *added = added_bytes([model, *slims], weights)
+    tiers: dict[str, Any] = {FULL: {KEEP.name: full, "graph": f"{directory.name}/{GRAPH_FILE}", "added_bytes": own}}
+    for mask, branch, slim, size in zip(masks, branches, slims, added, strict=True):
         name = "slim.onnx" if len(masks) == 1 else f"slim-{mask.name}.onnx"
-        save_graph(slims[mask.name], directory / name, weights)
+        save_graph(slim, directory / name, weights)
         tiers[mask.name] = {
-            KEEP.name: keep_vector(mask, segments),
+            KEEP.name: keep_vector(branch, segments),
             "graph": f"{directory.name}/{name}",
             "mask": mask.to_json(),
+            "added_bytes": size,
         }
     result = None
     if reference:
         progress("checking the bundle's graph", None)
-        found = check_logits(Stepper(directory / GRAPH_FILE), reference, quantised=quantised)
+        found = check_logits(Stepper(directory / GRAPH_FILE), reference, quantised=_is_quantised(source, precision))
         result = {"against": reference.computed_by, **found.to_json()}
     manifest = {
         "graph": f"{directory.name}/{GRAPH_FILE}",
@@ -100,10 +100,38 @@ def write_decoder(
         "outputs": describe_values(routed.graph.outputs),
         "kv": kv,
         "vocab_size": int(source.config["vocab_size"]),
-        "segments": [[s.start, s.stop] for s in segments],
+        "segments": [asdict(segment) for segment in segments],
         "tiers": tiers,
     }
     return WrittenDecoder(manifest, result)
+
+
+def _is_quantised(source: Checkpoint, precision: str) -> bool:
+    """Whether the export quantises full."""
+    return source.precision is None and precision != "fp32"
+
+
+def _quantised(
+    source: Checkpoint,
+    masks: list[Mask],
+    precision: str,
+    reference: Reference | None,
+    max_seq_len: int,
+    progress: Progress,
+) -> tuple[ir.Model, Substitutes]:
+    """Full's graph in `precision`, and what `masks` run in other precisions."""
+    model = source.model
+    if precision == "fp32" and not any(mask.precisions for mask in masks):
+        return model, Substitutes()
+    fused: ir.Model = model.clone()
+    FuseGateUpPass()(fused)
+    quantise_full = _is_quantised(source, precision)
+    fitted = any("int4" in mask.precisions for mask in masks) or (quantise_full and precision == "int4")
+    energy = _measure(fused, source.config, reference if quantise_full else None, fitted, max_seq_len, progress)
+    substitutes = Substitutes(quantised_variants(fused, masks, energy, progress))
+    if quantise_full:
+        quantise(fused, precision, progress, energy)
+    return (model if precision == "fp32" else fused), substitutes
 
 
 def _reference(source: Checkpoint, max_seq_len: int, progress: Progress) -> Reference:
@@ -114,23 +142,31 @@ def _reference(source: Checkpoint, max_seq_len: int, progress: Progress) -> Refe
     return reference_logits(source.directory, max_seq_len, source.config)
 
 
-def _before_quantisation(
-    source: Checkpoint, reference: Reference | None, precision: str, max_seq_len: int, progress: Progress
+def _measure(
+    fused: ir.Model,
+    config: dict[str, Any],
+    reference: Reference | None,
+    fitted: bool,
+    max_seq_len: int,
+    progress: Progress,
 ) -> dict[str, np.ndarray]:
-    """Hold the float32 graph to float32 limits: afterwards quantisation is all that can differ.
+    """Hold the float32 graph that is about to be quantised to float32 limits: afterwards only quantisation can differ.
+
+    Args:
+        reference: None if there is nothing to compare.
+        fitted: weights in int4 are fitted to their inputs.
 
     Returns:
         The input energies that int4 is fitted to; int8 needs none.
     """
-    fitted = precision == "int4"
     if not reference and not fitted:
         return {}
     progress("checking the graph before it is quantised" if reference else "measuring the graph's activations", None)
-    plain: ir.Model = source.model.clone()
+    plain: ir.Model = fused.clone()
     if fitted:
         add_energy_outputs(plain)
     # The weights are fed, not written: a copy on disk would be as large as the checkpoint.
     stepper = Stepper(*weights_as_inputs(plain))
     if reference:
         check_logits(stepper, reference, quantised=False)
-    return input_energy(stepper, int(source.config["vocab_size"]), max_seq_len) if fitted else {}
+    return input_energy(stepper, int(config["vocab_size"]), max_seq_len) if fitted else {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +37,7 @@ def load_graph(file: Path) -> ir.Model:
 
 
 def _external(model: ir.Model) -> list[ir.ExternalTensor]:
-    tensors = (value.const_value for value in model.graph.initializers.values())
+    tensors = (value.const_value for value in initializers(model))
     return [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
 
 
@@ -49,8 +49,10 @@ def write_weights(model: ir.Model, directory: Path, progress: Progress = no_prog
     """
     owners: list[ir.Value] = []
     sharers: list[ir.Value] = []
-    for value in _large(model.graph.initializers.values()):
-        (sharers if SHARES_BYTES_OF in value.metadata_props else owners).append(value)
+    large = _large(initializers(model))
+    names = {value.name for value in large}
+    for value in large:
+        (sharers if value.metadata_props.get(SHARES_BYTES_OF) in names else owners).append(value)
 
     def callback(_: ir.TensorProtocol, info: CallbackInfo) -> None:
         progress("writing weights", (info.index + 1) / info.total)
@@ -77,14 +79,26 @@ def write_weights(model: ir.Model, directory: Path, progress: Progress = no_prog
 
 def save_graph(model: ir.Model, path: Path, weights: dict[str, ir.ExternalTensor]) -> None:
     """Save `model` beside the weights file; its large initializers must all be in `weights`."""
-    for value in model.graph.initializers.values():
+    for value in initializers(model):
         tensor = weights.get(value.name or "")
         if tensor is not None:
             value.const_value = tensor
-    stray = [v.name for v in _large(model.graph.initializers.values()) if v.name not in weights]
+    stray = [v.name for v in _large(initializers(model)) if v.name not in weights]
     if stray:
         raise ValueError(f"initializers that are not in {WEIGHTS_FILE}: {stray[:5]}")
     ir.save(model, path)
+
+
+def added_bytes(models: Sequence[ir.Model], weights: Mapping[str, ir.ExternalTensor]) -> list[int]:
+    """Bytes of the weights file that each of `models` refers to and none before it does."""
+    seen: set[tuple[int | None, int | None]] = set()
+    added = []
+    for model in models:
+        names = [value.name or "" for value in initializers(model)]
+        places = {(weights[name].offset, weights[name].length) for name in names if name in weights}
+        added.append(sum(length or 0 for _, length in places - seen))
+        seen |= places
+    return added
 
 
 def weights_as_inputs(model: ir.Model) -> tuple[bytes, dict[str, np.ndarray]]:
@@ -95,7 +109,7 @@ def weights_as_inputs(model: ir.Model) -> tuple[bytes, dict[str, np.ndarray]]:
         mapped; those that a pass computes are computed here.
     """
     weights: dict[str, np.ndarray] = {}
-    for value in _large(model.graph.initializers.values()):
+    for value in _large(initializers(model)):
         tensor = value.const_value
         assert tensor is not None
         weights[value.name or ""] = np.ascontiguousarray(tensor.numpy())
@@ -111,6 +125,12 @@ def turn_into_input(graph: ir.Graph, value: ir.Value) -> None:
     del graph.initializers[value.name or ""]
     value.const_value = None
     graph.inputs.append(value)
+
+
+def initializers(model: ir.Model) -> Iterator[ir.Value]:
+    """The initializers of a graph and of the branches of its `If`s."""
+    for graph in (model.graph, *model.graph.subgraphs()):
+        yield from graph.initializers.values()
 
 
 def _large(values: Iterable[ir.Value]) -> list[ir.Value]:

@@ -137,7 +137,7 @@ def _read_from_head(graph: ir.Graph, bits: int | None) -> None:
         nodes = [rows]
         lookup = ir.node("Gather", [rows.outputs[0], gather.inputs[1]], name="embed_gather")
     else:
-        blocks, scales = graph.initializers[f"{HEAD}.q{bits}"], graph.initializers[f"{HEAD}.scales"]
+        blocks, scales = graph.initializers[f"{HEAD}.q{bits}"], graph.initializers[f"{HEAD}.q{bits}.scales"]
         wanted = np.array([blocks.shape[0], blocks.shape[1] * blocks.shape[2]])
         shape = ir.node("Constant", [], {"value": ir.tensor(wanted)}, name="embed_shape")
         rows = ir.node("Reshape", [blocks, shape.outputs[0]], name="embed_reshape")

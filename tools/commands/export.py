@@ -19,6 +19,13 @@ class Precision(str, Enum):
     int4 = "int4"
 
 
+class SlimPrecision(str, Enum):
+    """Weights of the slim-verifier, where they are not the verifier's."""
+
+    int8 = "int8"
+    int4 = "int4"
+
+
 class MaskMeaning(str, Enum):
     """What a bare array in a mask file lists."""
 
@@ -48,6 +55,13 @@ def export(
             help="Weights: float32, or weight-only int8 or int4.", show_default="fp32, or what an ONNX decoder has"
         ),
     ] = None,
+    slim_precision: Annotated[
+        SlimPrecision | None,
+        typer.Option(
+            help="Weights of the slim-verifier, LM head included: the first mask, or without one the whole model.",
+            show_default="those of the verifier",
+        ),
+    ] = None,
     max_seq_len: Annotated[
         int | None, typer.Option(help="Capacity of a KV buffer in tokens.", show_default="the model's, at most 4096")
     ] = None,
@@ -67,6 +81,7 @@ def export(
             mask_format=mask_format.value if mask_format else None,
             drafter=drafter,
             precision=precision.value if precision else None,
+            slim_precision=slim_precision.value if slim_precision else None,
             max_seq_len=max_seq_len,
             chat_template=chat_template,
             check=check,

@@ -41,7 +41,7 @@ def inspect(
     table = Table(show_header=False, box=None)
     for key, value in facts.items():
         if key == "tiers":
-            value = ", ".join(f"{name} ({share:.0%} of the layers skipped)" for name, share in value.items())
+            value = "\n".join(f"{name}: {_describe(tier)}" for name, tier in value.items())
         table.add_row(key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
     out.print(table)
 
@@ -54,7 +54,7 @@ def _bundle_facts(bundle: Bundle) -> dict[str, Any]:
         "model": manifest["model"],
         "precision": bundle.precision,
         "max_seq_len": bundle.max_seq_len,
-        "tiers": {FULL: 0.0, **{name: mask.skip_ratio for name, mask in bundle.masks.items()}},
+        "tiers": _tier_facts(bundle),
         "slim": bundle.slim,
         "drafter": manifest["drafter"]["kind"],
         "engines": list(manifest.get("engines", {})),
@@ -63,6 +63,31 @@ def _bundle_facts(bundle: Bundle) -> dict[str, Any]:
         "check": manifest["check"],
         "made_by": manifest["made_by"],
     }
+
+
+def _tier_facts(bundle: Bundle) -> dict[str, dict[str, Any]]:
+    """What each tier runs, and the bytes of weights that it reads and no tier before it; their share of full's."""
+    tiers = bundle.manifest["verifier"]["tiers"]
+    masks = bundle.masks
+    facts: dict[str, dict[str, Any]] = {}
+    for name, tier in tiers.items():
+        mask, added = masks.get(name), tier["added_bytes"]
+        runs = {"skip_ratio": 0.0} if mask is None else {"skip_ratio": mask.skip_ratio, **_state_facts(mask)}
+        facts[name] = {**runs, "added_bytes": added, "added_share": added / tiers[FULL]["added_bytes"]}
+    return facts
+
+
+def _state_facts(mask: Mask) -> dict[str, Any]:
+    return {"sublayers_in": dict(Counter(mask.states)), "head": mask.head}
+
+
+def _describe(tier: dict[str, Any]) -> str:
+    """One tier for people."""
+    size = f"{tier['added_bytes'] / 1e6:,.1f} MB of weights"
+    if "head" not in tier:
+        return size
+    states = ", ".join(f"{count} {state}" for state, count in tier["sublayers_in"].items())
+    return f"{states} of the sublayers, head {tier['head']}; adds {size} ({tier['added_share']:.0%} of full's)"
 
 
 def _engine_facts(path: Path) -> dict[str, Any]:
@@ -111,8 +136,7 @@ def _mask_facts(mask: Mask) -> dict[str, Any]:
         "skipped_attention": [i for i, keep in enumerate(mask.keep_attention) if not keep],
         "skipped_mlp": [i for i, keep in enumerate(mask.keep_mlp) if not keep],
         "bridges": [[bridge.start, bridge.stop] for bridge in mask.bridges],
-        "sublayers_in": dict(Counter(mask.states)),
-        "head": mask.head,
+        **_state_facts(mask),
         "model": mask.model.to_json() if mask.model else None,
         "search": dict(mask.search),
     }

@@ -15,7 +15,7 @@ from typing import Any
 import onnx_ir as ir
 
 from via_sd.errors import ViaSdError
-from via_sd.export.passes import RoutePass, find_sublayers, plan_segments
+from via_sd.export.passes import RoutePass, find_sublayers, sublayer_segments
 from via_sd.export.passes.lower import lower
 from via_sd.export.portable.unroute import UnroutePass
 from via_sd.export.sources.checkpoint import open_checkpoint
@@ -45,7 +45,7 @@ class OpenStreamPass(ir.passes.InPlacePass):
         graph = model.graph
         sublayers = find_sublayers(graph)
         embedding = sublayers[0].before.residual
-        RoutePass(plan_segments([], len(sublayers), per_sublayer=True))(model)
+        RoutePass(sublayer_segments(len(sublayers)))(model)
         segments = [node for node in graph if node.op_type == "If"]
         for boundary in self.boundaries:
             delta, residual = segments[boundary - 1].outputs[:2]

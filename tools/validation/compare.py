@@ -99,7 +99,7 @@ def validate_model(
     config: Mapping[str, Any],
     masks: Mapping[str, Mask],
     tokenizer: Tokenizer,
-    tolerance: Tolerance,
+    tolerances: Mapping[str, Tolerance],
     *,
     layers: int | None = None,
     progress: Progress = no_progress,
@@ -110,6 +110,7 @@ def validate_model(
         checkpoint: Hugging Face directory of the model; `config` is its configuration.
         masks: what tiers skip, by name; a tier that is not there skips nothing.
         tokenizer: turns `TEXT` into what is fed.
+        tolerances: what each tier is held to, by name.
         layers: compare the KV of the first so many layers; of all by default.
 
     Raises:
@@ -128,6 +129,7 @@ def validate_model(
         mask = masks.get(tier)
         kept = [i for i in range(number) if mask is None or mask.keep_attention[i]]
         compared = [i for i in kept if layers is None or i < layers]
+        tolerance = tolerances[tier]
         task = _Task(tier, mask, steps, compared, engine.kv["parts"], tolerance.statistic == "elemwise")
         reports.append(_compare(engine, model, task, tokens, tolerance))
     return reports

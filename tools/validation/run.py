@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from via_sd.contract.graphs import DRAFTER, VERIFIER
 from via_sd.errors import ValidationError
 from via_sd.export.sources.checkpoint import Checkpoint, open_checkpoint
-from via_sd.masks import ModelIdentity
+from via_sd.masks import Mask, ModelIdentity
 from via_sd.progress import Progress, no_progress
 from via_sd.runtime import Bundle, load_bundle
 from via_sd.runtime.engines.backends import ONNXRUNTIME, open_engines
@@ -29,7 +29,7 @@ class Validation:
 
     Attributes:
         backend, precision: what ran the bundle, and the precision it computes in.
-        tolerance: what the outputs were held to.
+        tolerance: what the outputs of full were held to; a tier in fewer bits is held to that of its bits.
         models: a report for each tier of the `verifier`, and for the `drafter` where it was compared.
     """
 
@@ -101,23 +101,29 @@ def validate(
         )
     verifier, drafter = open_engines(loaded, backend, trust_engines=trust_engines)
     precision = loaded.precision if backend == ONNXRUNTIME else _PRECISIONS[verifier.kv["dtype"]]
-    tolerance = _tolerance(precision, absolute, relative)
+    masks = loaded.masks if backend == ONNXRUNTIME else {}  # engines are in one precision
     tokenizer = Tokenizer.from_file(str(loaded.file("tokenizer.json")))
     models = {}
     for pair in _pairs(loaded, verifier, drafter, reference, drafter_reference):
         with open_checkpoint(pair.reference, progress) as checkpoint:
             _check_same_model(checkpoint, pair, loaded)
+            lowest = {tier: _lowest(masks.get(tier), precision) for tier in pair.engine.tiers}
             models[pair.name] = validate_model(
                 pair.engine,
                 checkpoint.directory,
                 checkpoint.config,
                 loaded.masks if pair.name == VERIFIER else {},
                 tokenizer,
-                tolerance,
+                {tier: _tolerance(bits, absolute, relative) for tier, bits in lowest.items()},
                 layers=layers,
                 progress=progress,
             )
-    return Validation(backend, precision, tolerance, models)
+    return Validation(backend, precision, _tolerance(precision, absolute, relative), models)
+
+
+def _lowest(mask: Mask | None, precision: str) -> str:
+    """The precision of the fewest bits that a tier of a bundle in `precision` runs anything in."""
+    return mask.precisions[-1] if mask is not None and mask.precisions else precision
 
 
 def _tolerance(precision: str, absolute: float | None, relative: float | None) -> Tolerance:

@@ -12,7 +12,7 @@ every tier: `keep` says which runs.
 | `last_position` | int32 ["batch"] | index of the step's last token in its sequence |
 | `total_length` | int32 [] | tokens in the KV buffers after the step |
 | `num_logits` | int64 [1] | rows of logits to compute, those of the last tokens |
-| `keep` | bool [segments] | per segment of a routed graph, whether its sublayers run; absent where nothing is routed |
+| `keep` | bool [flags] | which branches a routed graph takes, all true for full; absent where nothing is routed |
 
 | output | | |
 | --- | --- | --- |
@@ -78,7 +78,7 @@ INPUT_IDS = GraphTensor("input_ids", "int64", ("batch", "tokens"))
 LAST_POSITION = GraphTensor("last_position", "int32", ("batch",))
 TOTAL_LENGTH = GraphTensor("total_length", "int32", ())
 NUM_LOGITS = GraphTensor("num_logits", "int64", (1,))
-KEEP = GraphTensor("keep", "bool", ("segments",))
+KEEP = GraphTensor("keep", "bool", ("flags",))
 LOGITS = GraphTensor("logits", "float32", ("batch", "num_logits", "vocab"))
 
 POSITION_IDS = GraphTensor("position_ids", "int64", ("batch", "tokens"))

@@ -134,7 +134,7 @@ def _check_contract(manifest: dict[str, Any]) -> None:
     ModelIdentity.from_json(manifest["model"])
     tiers, drafter = manifest["verifier"]["tiers"], manifest["drafter"]
     for name, tier in tiers.items():
-        _check(tiers, {name: {"keep": list}}, "verifier.tiers.")
+        _check(tiers, {name: {"keep": list, "added_bytes": int}}, "verifier.tiers.")
         if "mask" in tier:
             parse_mask(tier["mask"])
     if drafter["kind"] not in _DRAFTERS:

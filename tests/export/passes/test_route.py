@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from via_sd.export.passes import PrunePass, RoutePass, Segment, keep_vector, plan_segments
+from tests.support.graph_tiers import LAYERS, STEPS, Tiers
+from via_sd.export.passes import PrunePass, RoutePass, Segment, keep_vector, plan_segments, sublayer_segments
 from via_sd.masks import Mask
-
-STEPS = (40, 5, 1)
-LAYERS = 4
 
 
 def mask_without(attention: list[int], mlp: list[int], name: str = "slim") -> Mask:
@@ -35,41 +33,6 @@ NESTED = [
     mask_without([1, 2], [2, 3], "smaller"),
     mask_without([0, 1, 2], [1, 2, 3], "smallest"),
 ]
-
-
-class Tiers:
-    """The plain, pruned and routed graphs of one model."""
-
-    def __init__(self, model, masks, workshop, *, per_sublayer=False):
-        self.masks = masks
-        self.segments = plan_segments(masks, 2 * LAYERS, per_sublayer=per_sublayer)
-        routed = model.clone()
-        RoutePass(self.segments)(routed)
-        self.routed = workshop.open(routed, "routed")
-        self.plain = workshop.open(model, "plain")
-        self.pruned = {}
-        for mask in masks:
-            pruned = model.clone()
-            PrunePass(mask)(pruned)
-            self.pruned[mask.name] = workshop.open(pruned, mask.name)
-
-    def check(self, tokens):
-        """All kept equals the plain graph and each mask its pruned one: logits and KV, in every kind of step."""
-        self.compare(self.plain, [True] * len(self.segments), tokens)
-        for mask in self.masks:
-            self.compare(self.pruned[mask.name], keep_vector(mask, self.segments), tokens)
-
-    def compare(self, own, keep, tokens):
-        own.rewind()
-        self.routed.rewind()
-        untouched = np.random.default_rng(1)
-        for name, buffer in self.routed.kv.items():
-            if name not in own.kv:
-                buffer[:] = untouched.standard_normal(buffer.shape)
-        before = {name: buffer.copy() for name, buffer in self.routed.kv.items()}
-        assert np.array_equal(own.feed_in(STEPS, tokens), self.routed.feed_in(STEPS, tokens, keep))
-        for name, buffer in self.routed.kv.items():
-            assert np.array_equal(buffer, own.kv[name] if name in own.kv else before[name]), name
 
 
 @pytest.mark.parametrize("name", ONE_MASK)
@@ -111,7 +74,7 @@ def test_the_tier_may_change_from_step_to_step(lowered, random_tokens, workshop)
 def per_sublayer(lowered, module_workshop):
     """A session over a graph with one segment per sublayer."""
     routed = lowered("llama").model.clone()
-    RoutePass(plan_segments([], 2 * LAYERS, per_sublayer=True))(routed)
+    RoutePass(sublayer_segments(2 * LAYERS))(routed)
     return module_workshop.open(routed, "routed")
 
 
@@ -127,7 +90,7 @@ def test_one_segment_per_sublayer_runs_any_mask(flags, lowered, per_sublayer, mo
     own = module_workshop.reopen(name)
     per_sublayer.rewind()
     tokens = random_tokens(sum(STEPS))
-    assert keep_vector(mask, plan_segments([], 2 * LAYERS, per_sublayer=True)) == flags
+    assert keep_vector(mask, sublayer_segments(2 * LAYERS)) == flags
     assert np.array_equal(own.feed_in(STEPS, tokens), per_sublayer.feed_in(STEPS, tokens, flags))
 
 
@@ -163,7 +126,7 @@ def test_each_segment_is_one_branch_and_weights_stay_outside(lowered):
     ],
 )
 def test_segments_are_the_runs_that_all_masks_treat_alike(masks, wanted):
-    assert plan_segments(masks, 2 * LAYERS) == [Segment(*span) for span in wanted]
+    assert plan_segments(masks, 2 * LAYERS) == [Segment(*span, ("keep", "skip")) for span in wanted]
 
 
 @given(

@@ -101,14 +101,19 @@ def test_manifest_gives_each_tier_its_graph_mask_and_keep_vector(bundle):
     assert list(tiers) == ["full", "slim", "deep"]  # highest rank first
     assert manifest["slim"] == "slim"
     assert manifest["drafter"] == {"kind": "mask", "tier": "deep"}
+    weights = (bundle / "verifier" / "weights.data").stat().st_size
+    own = tiers["full"].pop("added_bytes")
+    assert weights - 4096 * 100 < own <= weights  # each tensor begins on a page
     assert tiers["full"] == {"keep": [True] * len(segments), "graph": "verifier/model.onnx"}
     for mask in (SLIM, DEEP):
         flags = [True] * (2 * LAYERS)
-        for (start, stop), keep in zip(segments, tiers[mask.name]["keep"], strict=True):
-            flags[start:stop] = [keep] * (stop - start)
+        for segment, keep in zip(segments, tiers[mask.name]["keep"], strict=True):
+            assert segment["branches"] == ["keep", "skip"]
+            flags[segment["start"] : segment["stop"]] = [keep] * (segment["stop"] - segment["start"])
         assert tuple(flags) == mask.sublayers
         assert (bundle / tiers[mask.name]["graph"]).is_file()
         assert tiers[mask.name]["mask"] == mask.to_json()
+        assert tiers[mask.name]["added_bytes"] == 0
 
 
 def test_manifest_names_model_precision_limits_and_makers(bundles, verifier):
@@ -162,7 +167,8 @@ def test_the_weights_file_holds_each_tensor_once(bundle):
 def test_embedding_and_head_have_one_place_in_the_file(bundles):
     for precision in ("int8", "int4"):
         tensors = external_tensors(bundles[precision] / "verifier/model.onnx")
-        table = [name for name in tensors if name.startswith("model.embed_tokens.weight.q")]
+        embedding = [name for name in tensors if name.startswith("model.embed_tokens.weight.q")]
+        table = [name for name in embedding if not name.endswith(".scales")]
         assert len(table) == 2
         assert len({tensors[name] for name in table}) == 1
     tensors = external_tensors(bundles["fp32"] / "verifier/model.onnx")
@@ -301,9 +307,9 @@ def test_masks_that_do_not_fit_are_refused_with_the_reason(verifier, tmp_path, c
     refused("cannot be called 'full'", Mask.from_layers([True] * 3 + [False], name="full"))
     refused("two masks are called 'slim'", SLIM, SLIM)
     inner = Mask.from_flags((True, True, False, True), SLIM.keep_mlp, name="inner")
-    refused(r"'inner' keeps the attention of layers \[1\], which 'slim' skips", SLIM, inner)
+    refused(r"'inner' runs the attention of layers \[1\], which 'slim' leaves out", SLIM, inner)
     write_mask(inner, tmp_path / "inner.json")
-    refused(r"'inner' keeps the attention of layers \[1\]", SLIM, drafter=f"mask:{tmp_path / 'inner.json'}")
+    refused(r"'inner' runs the attention of layers \[1\]", SLIM, drafter=f"mask:{tmp_path / 'inner.json'}")
     refused("cannot read mask", tmp_path / "missing.json")
     (tmp_path / "bare.json").write_text("[1, 2]")
     refused("--mask-format keep|skip", tmp_path / "bare.json")

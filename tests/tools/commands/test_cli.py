@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from tests.support.tiny import HIDDEN
 from via_sd.masks import Mask, write_mask
 from via_sd.runtime import Chunk, load_bundle
 from via_sd.runtime.generation.policy_file import measured_files
@@ -331,10 +332,8 @@ def test_the_meaning_of_a_bare_array_is_taken_from_the_option(tiny_checkpoint, t
     result = invoke("export", tiny_checkpoint, "--out", tmp_path / "b", "--mask", tmp_path / "mask.json",
                     "--mask-format", "skip", "--no-check", "--max-seq-len", 64)  # fmt: skip
     assert result.exit_code == 0, result.stderr
-    assert json.loads(invoke("inspect", tmp_path / "b", "--json").stdout)["tiers"] == {
-        "full": 0.0,
-        "mask": pytest.approx(1 / 3),
-    }
+    tiers = json.loads(invoke("inspect", tmp_path / "b", "--json").stdout)["tiers"]
+    assert {name: tier["skip_ratio"] for name, tier in tiers.items()} == {"full": 0.0, "mask": pytest.approx(1 / 3)}
 
 
 def test_an_existing_out_is_refused(tiny_checkpoint, tmp_path):
@@ -548,7 +547,28 @@ def test_inspect_describes_a_bundle_as_one_json_object(tiny_bundle):
     assert facts["kind"] == "bundle"
     assert facts["model"] == manifest["model"]
     assert facts["bytes"] == {name: (tiny_bundle / name).stat().st_size for name in manifest["files"]}
-    assert facts["tiers"]["slim"] == pytest.approx(4 / 12)
+    assert facts["tiers"]["slim"] == {
+        "skip_ratio": pytest.approx(4 / 12),
+        "sublayers_in": {"keep": 8, "skip": 4},
+        "head": "keep",
+        "added_bytes": 0,
+        "added_share": 0.0,
+    }
+
+
+def test_inspect_says_what_a_tier_in_fewer_bits_adds(tiny_checkpoint, tmp_path):
+    result = invoke("export", tiny_checkpoint, "--out", tmp_path / "b", "--slim-precision", "int8", "--no-check",
+                    "--max-seq-len", 64)  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    tiers = json.loads(invoke("inspect", tmp_path / "b", "--json").stdout)["tiers"]
+    slim, full = tiers["slim"], tiers["full"]["added_bytes"]
+    assert (slim["sublayers_in"], slim["head"], slim["skip_ratio"]) == ({"int8": 12}, "int8", 0.0)
+    # 32 weights in float32 become 32 bytes and a scale; neither the embedding nor norms and rotary tables are copied.
+    embedding = 4 * HIDDEN * json.loads((tmp_path / "b/bundle.json").read_text())["verifier"]["vocab_size"]
+    assert slim["added_bytes"] == pytest.approx((full - embedding) * 36 / 128, rel=0.1)
+    assert slim["added_share"] == pytest.approx(slim["added_bytes"] / full)
+    shown = " ".join(invoke("inspect", tmp_path / "b").stdout.split())
+    assert "12 int8 of the sublayers, head int8; adds" in shown
 
 
 def test_inspect_describes_a_mask_as_one_json_object(tmp_path):
@@ -578,7 +598,8 @@ def test_inspect_shows_people_the_same_facts(tiny_bundle):
 
 
 def test_inspect_shows_people_how_much_a_tier_skips_and_what_lies_beside_the_bundle(tiny_bundle, tmp_path):
-    assert "slim (33% of the layers skipped)" in " ".join(invoke("inspect", tiny_bundle).stdout.split())
+    shown = " ".join(invoke("inspect", tiny_bundle).stdout.split())
+    assert "slim: 8 keep, 4 skip of the sublayers, head keep; adds 0.0 MB of weights (0% of full's)" in shown
     bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
     (bundle / "policy").mkdir()
     (bundle / "policy" / "here.json").write_text("{}")
