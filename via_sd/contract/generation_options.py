@@ -26,15 +26,15 @@ class GenerationConfig:
         RequestError: a value of the wrong type or outside its range, or values that exclude each other.
     """
 
-    max_new_tokens: int = declare(
-        256, "Most tokens to generate.", range=Range(1), served=Served.REQUEST, triton_name="max_tokens"
-    )
     mode: str = declare(
         AUTO,
         "Decoding mode: plain, speculative, cascade (exact), routed (approximate), or auto: what `calibrate` found "
         "fastest on this machine, speculative where it was not run.",
         choices=(AUTO, *MODES),
         served=Served.REQUEST,
+    )
+    max_new_tokens: int = declare(
+        256, "Most tokens to generate.", range=Range(1), served=Served.REQUEST, triton_name="max_tokens"
     )
     temperature: float = declare(0.0, "0 is greedy.", range=Range(0, math.inf, below=True), served=Served.REQUEST)
     top_k: int = declare(

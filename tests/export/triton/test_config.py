@@ -124,7 +124,7 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing_behind(bundle: Pat
         ServingOptions(slots=0)
     with pytest.raises(RepositoryError, match="queue_timeout is 0 s"):
         ServingOptions(queue_timeout=0)
-    with pytest.raises(RepositoryError, match="no default is called 'max_new_tokens'; defaults are max_tokens"):
+    with pytest.raises(RepositoryError, match="no default is called 'max_new_tokens'; defaults are mode, max_tokens"):
         ServingOptions(defaults={"max_new_tokens": "5"})
     with pytest.raises(RepositoryError, match="ignore_eos is 'yes', wanted true or false"):
         ServingOptions(defaults={"ignore_eos": "yes"})

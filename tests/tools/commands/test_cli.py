@@ -526,7 +526,7 @@ def test_a_broken_prompt_file_is_one_message(content, says, tiny_bundle, tmp_pat
         (["--repeats", 0], "--repeats 1 or more"),
         (["--max-new-tokens", 1], "--max-new-tokens must be 2 or more"),
         (["--set", "alpha2"], "--set is 'alpha2', wanted NAME=VALUE"),
-        (["--set", "warmth=1"], "--set: no option is called 'warmth'; options are max_new_tokens, mode, temperature"),
+        (["--set", "warmth=1"], "--set: no option is called 'warmth'; options are mode, max_new_tokens, temperature"),
         (["--set", "top_k=many"], "--set: top_k is 'many', wanted a whole number"),
         (["--set", "top_k=-1"], "top_k is -1, wanted 0 or more"),
         (["--set", "mode=plain"], "--set mode: use --modes"),
