@@ -95,6 +95,6 @@ def test_the_glossary_is_sorted_and_has_each_term_once():
 
 def test_architecture_names_files_that_exist():
     named = set(re.findall(r"`((?:export|runtime|masks|tools|tests|via_sd)/[\w./]+)`", read("docs/architecture.md")))
-    assert "runtime/decoding/drafters.py" in named
+    assert "runtime/decoding/drafters/protocol.py" in named
     for path in named:
         assert (ROOT / path).exists() or (PACKAGES / path.removeprefix("via_sd/")).exists(), path
