@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from via_sd.errors import MaskError
-from via_sd.files import write_whole
+from via_sd.files import read_json, write_whole
 from via_sd.masks.mask import FORMAT, HEAD_STATES, SUBLAYER_STATES, VERSION, Mask, ModelIdentity, brief
 
 #: The version before states, with flags that say keep or skip; it is read and not written.
@@ -89,10 +89,10 @@ def read_mask(path: Path | str, *, num_layers: int | None = None, mask_format: M
     """
     source = Path(path)
     try:
-        data = json.loads(source.read_text(encoding="utf-8"))
+        data = read_json(source)
     except OSError as error:
         raise MaskError(f"cannot read mask {source}: {error.strerror or error}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise MaskError(f"mask {source} is not JSON: {error}") from None
     try:
         mask = parse_mask(data, num_layers=num_layers, mask_format=mask_format)

@@ -1,12 +1,18 @@
-"""Files and directories that appear whole or not at all."""
+"""Files and directories that appear whole or not at all, JSON that is read in one way, and the fast hash."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import xxhash
+
+_CHUNK = 1 << 22
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -36,3 +42,43 @@ def whole_directory(target: Path, *, replace: bool = False) -> Iterator[Path]:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def read_json(path: Path) -> Any:
+    """What the JSON file `path` holds.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not JSON in UTF-8; the message says where and why.
+    """
+    return parse_json(path.read_bytes())
+
+
+def parse_json(content: bytes) -> Any:
+    """What JSON in UTF-8 says; raises `ValueError` for anything else."""
+    try:
+        return json.loads(content.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply to be read") from None
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write or replace the JSON file `path` in one step."""
+    write_whole(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_chunks(path: Path) -> Iterator[memoryview]:
+    """The bytes of a file, a few megabytes at a time; each piece is void when the next is asked for."""
+    buffer = bytearray(_CHUNK)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            yield view[:count]
+
+
+def fast_hash(path: Path) -> str:
+    """XXH3-64 of a file's bytes, as hexadecimal."""
+    digest = xxhash.xxh3_64()
+    for chunk in read_chunks(path):
+        digest.update(chunk)
+    return digest.hexdigest()

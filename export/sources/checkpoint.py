@@ -23,6 +23,7 @@ from via_sd.errors import ExportError, UnsupportedModelError
 from via_sd.export.passes.residual import find_sublayers
 from via_sd.export.sources.plain_files import plain_directory
 from via_sd.export.sources.source_graph import SourceGraph
+from via_sd.files import read_json
 from via_sd.masks import ModelIdentity
 from via_sd.progress import Progress, no_progress
 
@@ -138,8 +139,8 @@ def _read_config(directory: Path) -> dict[str, Any]:
 def read_config(file: Path) -> dict[str, Any]:
     """The JSON object in `file`; of a composite's configuration, that of its text model."""
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        config = read_json(file)
+    except ValueError as error:
         raise ExportError(f"{file} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ExportError(f"{file} holds {type(config).__name__}, wanted an object")

@@ -21,7 +21,10 @@ from typing import Any
 
 import onnx_ir as ir
 
+from via_sd.contract.engines_manifest import ENGINES_MANIFEST, write_engines_manifest
+from via_sd.contract.file_entries import describe_files, difference
 from via_sd.contract.graphs import DRAFTER, VERIFIER
+from via_sd.contract.manifest import ENGINES_FOLDER, set_engines
 from via_sd.errors import ExportError
 from via_sd.export.portable import portable_dtype, to_portable
 from via_sd.export.tensorrt.builder import BuildOptions, build_plan
@@ -31,16 +34,12 @@ from via_sd.export.tensorrt.manifest import (
     LOG,
     TIMING_CACHE,
     Request,
-    describe_io,
     engines_manifest,
     is_intact,
     read_engines_manifest,
-    register,
-    unregister,
-    write_engines_manifest,
 )
 from via_sd.export.tensorrt.profiles import plan_profiles
-from via_sd.export.tensorrt.source import Decoder, Source, file_matches, open_decoder, read_source
+from via_sd.export.tensorrt.source import Decoder, Source, open_decoder, read_source
 from via_sd.export.tensorrt.weights import (
     Table,
     refer_to_weights,
@@ -48,7 +47,7 @@ from via_sd.export.tensorrt.weights import (
     weights_as_inputs,
     write_shared_weights,
 )
-from via_sd.export.writer.bundle import hash_files
+from via_sd.export.writer.describe import describe_values
 from via_sd.files import whole_directory
 from via_sd.progress import Progress, no_progress, prefixed
 
@@ -110,6 +109,7 @@ def build_engines(
         The engines, and which of them had to be built.
 
     Raises:
+        BundleError: no bundle there, or a damaged one.
         ExportError: bad arguments, a library that is missing, or a model it cannot build.
     """
     library = load_library(target)
@@ -133,13 +133,13 @@ def build_engines(
         version_compatible=version_compatible,
         embed_weights=embed_weights,
     )
-    folder = source.directory / "engines" / target
+    folder = source.directory / ENGINES_FOLDER / target
     previous = _forget(read_engines_manifest(folder), trusted)
     complete = previous is not None and {name for d in source.decoders for name in d.engines} == set(
         previous["engines"]
     )
     if previous is not None and complete and previous["request"] == asdict(request) and is_intact(folder, previous):
-        register(source, target, folder)
+        set_engines(source.directory, target, folder / ENGINES_MANIFEST)
         return EngineSet(folder, previous, kept=tuple(previous["engines"]))
     references: References = {VERIFIER: reference, DRAFTER: drafter_reference}
     with whole_directory(folder, replace=True) as partial:
@@ -160,10 +160,11 @@ def build_engines(
         log.write(partial / LOG)
         progress("hashing", None)
         rebuild = _rebuild_options(source, request, tokens, prefill, separate_profiles, compute_capabilities)
-        manifest = engines_manifest(source, request, rebuild, graphs.table, engines, hash_files(partial))
+        files = describe_files(partial, leave_out=(LOG, TIMING_CACHE))
+        manifest = engines_manifest(source, request, rebuild, graphs.table, engines, files)
         write_engines_manifest(partial, manifest)
-        unregister(source, target)
-    register(source, target, folder)
+        set_engines(source.directory, target, None)
+    set_engines(source.directory, target, folder / ENGINES_MANIFEST)
     return EngineSet(folder, manifest, built, tuple(name for name in engines if name not in built))
 
 
@@ -270,8 +271,8 @@ class _Job:
             "plan": plan,
             "key": key,
             "build_seconds": round(seconds, 2),
-            "inputs": describe_io(model.graph.inputs),
-            "outputs": describe_io(model.graph.outputs),
+            "inputs": describe_values(model.graph.inputs),
+            "outputs": describe_values(model.graph.outputs),
             "weights": [] if embed else [value.name for value in shared_weights(model)],
         }
         return (entry if mask is None else {**entry, "mask": mask.to_json()}), taken
@@ -281,7 +282,7 @@ class _Job:
         entry = None if self.previous is None else self.previous["engines"].get(name)
         if self.previous is None or entry is None or entry["key"] != key:
             return None
-        if not file_matches(self.previous_folder / plan, self.previous["files"][plan]):
+        if difference(self.previous_folder / plan, self.previous["files"][plan]) is not None:
             return None
         shutil.copyfile(self.previous_folder / plan, self.folder / plan)
         self.log.note(f"engine {name}: unchanged, kept")

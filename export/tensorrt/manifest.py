@@ -1,4 +1,4 @@
-"""engines.json: what a set of engines was made from and for, and its entry in the bundle's manifest."""
+"""What a set of engines is made from and for, as engines.json keeps it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from typing import Any
 
 import onnx_ir as ir
 
+from via_sd.contract.engines_manifest import ENGINES_MANIFEST, FORMAT, VERSION, parse_engines_manifest
+from via_sd.contract.file_entries import difference
+from via_sd.errors import BundleError
 from via_sd.export.portable import portable_dtype
-from via_sd.export.tensorrt.source import Source, file_matches
+from via_sd.export.tensorrt.source import Source
 from via_sd.export.tensorrt.weights import Table, table_to_json
-from via_sd.export.writer.bundle import write_manifest
 from via_sd.export.writer.weights import WEIGHTS_FILE
 
-FORMAT = "via-sd-engines"
-VERSION = 3
-ENGINES_MANIFEST = "engines.json"
 LOG, TIMING_CACHE = "build.log", "timing.cache"
 
 
@@ -66,7 +65,7 @@ def engines_manifest(
 
     Args:
         rebuild: what follows `via-sd-export build BUNDLE` to build these engines again.
-        files: as `hash_files` gives them.
+        files: as `describe_files` gives them.
     """
     dtype = portable_dtype(request.dtype).numpy().name
     return {
@@ -80,56 +79,19 @@ def engines_manifest(
         "kv": {decoder.name: {**decoder.entry["kv"], "dtype": dtype} for decoder in source.decoders},
         "weights": {"file": WEIGHTS_FILE, "tensors": table_to_json(table)},
         "engines": engines,
-        "files": {name: entry for name, entry in files.items() if name not in (LOG, TIMING_CACHE)},
+        "files": files,
     }
 
 
-def describe_io(values: Sequence[ir.Value]) -> list[dict[str, Any]]:
-    """Name, element type and shape of graph inputs or outputs."""
-    return [
-        {
-            "name": value.name,
-            "dtype": value.dtype.numpy().name if value.dtype else None,
-            "shape": [d if isinstance(d, int) else str(d.value) for d in value.shape or ()],
-        }
-        for value in values
-    ]
-
-
-def write_engines_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
-    (folder / ENGINES_MANIFEST).write_text(text, encoding="utf-8")
-
-
 def read_engines_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of the engines in `folder`; None if there are none of this format."""
+    """The manifest of the engines in `folder`; None if there are none that this release reads."""
+    file = folder / ENGINES_MANIFEST
     try:
-        manifest = json.loads((folder / ENGINES_MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError):
+        return parse_engines_manifest(file.read_bytes(), file)
+    except (OSError, BundleError):
         return None
-    known = isinstance(manifest, dict) and (manifest.get("format"), manifest.get("version")) == (FORMAT, VERSION)
-    return manifest if known else None
 
 
 def is_intact(folder: Path, manifest: dict[str, Any]) -> bool:
     """Whether every file that engines.json names is there, as it names it."""
-    return all(file_matches(folder / name, wanted) for name, wanted in manifest["files"].items())
-
-
-def unregister(source: Source, target: str) -> None:
-    """Take engines out of the bundle's manifest, before their files go: what it names is always there."""
-    if target in source.manifest.get("engines", {}):
-        del source.manifest["engines"][target]
-        write_manifest(source.directory, source.manifest)
-
-
-def register(source: Source, target: str, folder: Path) -> None:
-    """Enter engines into the bundle's manifest."""
-    content = (folder / ENGINES_MANIFEST).read_bytes()
-    entry = {
-        "manifest": (folder / ENGINES_MANIFEST).relative_to(source.directory).as_posix(),
-        "size": len(content),
-        "sha256": hashlib.sha256(content).hexdigest(),
-    }
-    source.manifest.setdefault("engines", {})[target] = entry
-    write_manifest(source.directory, source.manifest)
+    return all(difference(folder / name, entry) is None for name, entry in manifest["files"].items())

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
-import xxhash
 
+from via_sd.contract.file_entries import difference
 from via_sd.contract.graphs import DRAFTER, VERIFIER
+from via_sd.contract.manifest import read_manifest
 from via_sd.errors import ExportError
 from via_sd.export.passes.lower import lower
 from via_sd.export.sources.checkpoint import open_checkpoint
-from via_sd.export.writer.bundle import FORMAT, MANIFEST
-from via_sd.export.writer.bundle import VERSION as BUNDLE_VERSION
 from via_sd.export.writer.weights import load_graph
 from via_sd.masks import Mask, ModelIdentity, parse_mask
 from via_sd.progress import Progress
@@ -63,19 +61,10 @@ def read_source(directory: Path) -> Source:
     """Read the manifest of the bundle in `directory`.
 
     Raises:
-        ExportError: no bundle there, or one of another version.
+        BundleError: no bundle there, a damaged one, or one of another version.
+        ExportError: a mask that is called as a model drafter's engine is.
     """
-    file = directory / MANIFEST
-    try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-    except OSError:
-        raise ExportError(
-            f"{directory} is no bundle: it has no {MANIFEST}; make one with via-sd-export export"
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ExportError(f"{file} is corrupt ({error}); export the bundle again") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("version") != BUNDLE_VERSION:
-        raise ExportError(f"{file} is not a manifest of {FORMAT} version {BUNDLE_VERSION}; export the bundle again")
+    manifest = read_manifest(directory)
     tiers = {
         name: parse_mask(tier["mask"]) if "mask" in tier else None
         for name, tier in manifest["verifier"]["tiers"].items()
@@ -131,18 +120,6 @@ def open_decoder(
 
 
 def _check_file(source: Source, name: str) -> None:
-    path, wanted = source.directory / name, source.manifest["files"][name]
-    if file_matches(path, wanted):
-        return
-    raise ExportError(f"{path} is missing or damaged; copy the bundle again, or export it again")
-
-
-def file_matches(path: Path, wanted: dict[str, Any]) -> bool:
-    """Whether `path` has the size and XXH3 of its entry in a manifest."""
-    if not path.is_file() or path.stat().st_size != wanted["size"]:
-        return False
-    digest = xxhash.xxh3_64()
-    with path.open("rb") as stream:
-        while chunk := stream.read(1 << 22):
-            digest.update(chunk)
-    return bool(digest.hexdigest() == wanted["xxh3"])
+    path = source.directory / name
+    if difference(path, source.manifest["files"][name]) is not None:
+        raise ExportError(f"{path} is missing or damaged; copy the bundle again, or export it again")

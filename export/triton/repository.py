@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
+from via_sd.contract.manifest import ENGINES_FOLDER, read_manifest
 from via_sd.errors import RepositoryError
 from via_sd.export.triton.config import WARMUP_FOLDER, ServingOptions, model_config, warm_up_files
 from via_sd.files import whole_directory
 
-MANIFEST = "bundle.json"
 _MODEL = '''"""What Triton's Python backend loads: the served model of the installed via-sd-export."""
 
 try:
@@ -51,7 +49,8 @@ def write_repository(
         The model's folder; it appears when everything in it is complete.
 
     Raises:
-        RepositoryError: no bundle there, a name that cannot be one, or a model of that name that is there already.
+        BundleError: no bundle there, or a damaged one.
+        RepositoryError: a name that cannot be one, or a model of that name that is there already.
     """
     source = Path(bundle).resolve()
     read_manifest(source)
@@ -60,7 +59,7 @@ def write_repository(
         if copy:
             # Plain files: ONNX Runtime reads no weights through a link.
             own = options.backend in (None, "onnxruntime")  # runs the bundle's own graphs
-            ignore = shutil.ignore_patterns("engines") if own else None
+            ignore = shutil.ignore_patterns(ENGINES_FOLDER) if own else None
             shutil.copytree(source, folder / "1" / "bundle", ignore=ignore)
         named = "bundle" if copy else str(source)
         config = model_config(name, named, options, warm_up=warm_up)
@@ -78,19 +77,6 @@ def write_model(folder: Path, config: str, *, warm_up: bool) -> None:
         (folder / WARMUP_FOLDER).mkdir()
         for file, content in warm_up_files().items():
             (folder / WARMUP_FOLDER / file).write_bytes(content)
-
-
-def read_manifest(bundle: Path) -> dict[str, Any]:
-    """The manifest of the bundle at `bundle`.
-
-    Raises:
-        RepositoryError: there is none.
-    """
-    try:
-        manifest: dict[str, Any] = json.loads((bundle / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RepositoryError(f"{bundle} is no bundle ({error}); make one with via-sd-export export") from None
-    return manifest
 
 
 @contextmanager

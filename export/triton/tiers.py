@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from via_sd.contract.graphs import DRAFTER, FULL
+from via_sd.contract.manifest import read_manifest, write_manifest
 from via_sd.errors import RepositoryError
 from via_sd.export.triton.config import ServingOptions, model_config
 from via_sd.export.triton.pbtxt import Message, Word, string_map, to_pbtxt
-from via_sd.export.triton.repository import MANIFEST, new_model, read_manifest, write_model
+from via_sd.export.triton.repository import new_model, write_model
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -61,7 +62,8 @@ def write_tiers(
         The folder of the model `name`; bundle, repository and name are as in `write_repository`.
 
     Raises:
-        RepositoryError: no bundle there, a model of one of these names that is there already, or no `onnx_ir` to read
+        BundleError: no bundle there, or a damaged one.
+        RepositoryError: a model of one of these names that is there already, or no `onnx_ir` to read
             the graphs with.
     """
     options = options or ServingOptions()
@@ -179,4 +181,4 @@ def _copy_without_graphs(bundle: Path, manifest: Mapping[str, Any], target: Path
     kept = {file: entry for file, entry in manifest["files"].items() if "/" not in file}
     for file in kept:
         shutil.copy2(bundle / file, target / file)
-    (target / MANIFEST).write_text(json.dumps({**manifest, "files": kept}), encoding="utf-8")
+    write_manifest(target, {**manifest, "files": kept})

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
+from via_sd.contract.file_entries import describe_files
 from via_sd.contract.graphs import DRAFTER, VERIFIER
+from via_sd.contract.manifest import FORMAT, MANIFEST, VERSION, write_manifest
 from via_sd.errors import ExportError
 from via_sd.export.sources.checkpoint import Checkpoint, open_checkpoint
 from via_sd.export.writer.decoder import write_decoder
@@ -20,13 +18,9 @@ from via_sd.export.writer.precision import check_precision, precision_of
 from via_sd.export.writer.tiers import check_nesting, check_precisions, drafter_mask, resolve_mask, slim_in_precision
 from via_sd.export.writer.tokenizer import export_tokenizer
 from via_sd.export.writer.vocabulary import check_vocabularies
-from via_sd.files import whole_directory, write_whole
+from via_sd.files import whole_directory
 from via_sd.masks import Mask, MaskFormat
 from via_sd.progress import Progress, no_progress, prefixed
-
-FORMAT = "via-sd-bundle"
-VERSION = 1
-MANIFEST = "bundle.json"
 
 
 def export_bundle(
@@ -105,31 +99,9 @@ def export_bundle(
         elif drafter != "ngram":
             manifest["drafter"] = _write_drafter(drafter, directory, source, precision, limit, check, progress)
         progress("hashing", None)
-        manifest["files"] = hash_files(directory)
+        manifest["files"] = describe_files(directory, leave_out=[MANIFEST])
         write_manifest(directory, manifest)
     return target
-
-
-def hash_files(directory: Path) -> dict[str, dict[str, Any]]:
-    """Size, sha256 and XXH3-64 of every file below `directory` but the manifest, by relative path."""
-    files = {}
-    for path in sorted(p for p in directory.rglob("*") if p.is_file() and p.name != MANIFEST):
-        sha, fast = hashlib.sha256(), xxhash.xxh3_64()
-        with path.open("rb") as stream:
-            while chunk := stream.read(1 << 22):
-                sha.update(chunk)
-                fast.update(chunk)
-        files[path.relative_to(directory).as_posix()] = {
-            "size": path.stat().st_size,
-            "sha256": sha.hexdigest(),
-            "xxh3": fast.hexdigest(),
-        }
-    return files
-
-
-def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
-    """Write or replace the manifest of the bundle in `directory` in one step."""
-    write_whole(directory / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
 
 
 def _write_drafter(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+from via_sd.contract.manifest import TOKENIZER_FILE
 from via_sd.errors import ExportError
 from via_sd.export.writer.chat_templates import read_chat_templates
+from via_sd.files import read_json
 
-TOKENIZER_FILE = "tokenizer.json"
 #: Copied when they are there.
 _EXTRA_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
 
@@ -40,7 +40,7 @@ def export_tokenizer(
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
     tokenizer_config = _read(source / "tokenizer_config.json")
-    vocabulary = _vocabulary(source / TOKENIZER_FILE)
+    vocabulary = read_vocabulary(source / TOKENIZER_FILE)
     special = {
         role: text
         for role in ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -65,7 +65,8 @@ def export_tokenizer(
     }
 
 
-def _vocabulary(file: Path) -> dict[str, int]:
+def read_vocabulary(file: Path) -> dict[str, int]:
+    """Id of every token of the tokenizer in `file`, special ones included; raises `ExportError` for a damaged one."""
     from tokenizers import Tokenizer
 
     try:
@@ -79,8 +80,8 @@ def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        data = read_json(file)
+    except ValueError as error:
         raise ExportError(f"{file} is not JSON: {error}") from None
     return data if isinstance(data, dict) else {}
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from via_sd.contract.graphs import DRAFTER, VERIFIER
+from via_sd.contract.manifest import TOKENIZER_FILE
 from via_sd.errors import ExportError
-from via_sd.export.writer.tokenizer import TOKENIZER_FILE, _vocabulary
+from via_sd.export.writer.tokenizer import read_vocabulary
 
 
 def check_vocabularies(
@@ -23,7 +24,7 @@ def check_vocabularies(
     Raises:
         ExportError: a token that differs, named.
     """
-    ours, theirs = _vocabulary(verifier / TOKENIZER_FILE), _vocabulary(drafter / TOKENIZER_FILE)
+    ours, theirs = read_vocabulary(verifier / TOKENIZER_FILE), read_vocabulary(drafter / TOKENIZER_FILE)
     if ours != theirs:
         differing = sorted(set(ours.items()) ^ set(theirs.items()), key=lambda item: (item[1], item[0]))
         token, index = differing[0]

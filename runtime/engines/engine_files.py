@@ -7,19 +7,16 @@ mismatch is named here with the command that builds the engines again.
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from via_sd.contract.manifest import Bundle, fast_hash
+from via_sd.contract.engines_manifest import parse_engines_manifest
+from via_sd.contract.file_entries import difference
+from via_sd.contract.manifest import Bundle
 from via_sd.errors import BundleError
 from via_sd.runtime.engines.trust import built_here
-
-ENGINES_MANIFEST = "engines.json"
-FORMAT = "via-sd-engines"
-READS_VERSIONS = (3,)
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ def read_engine_files(bundle: Bundle, target: str, *, trust: bool = False, verif
         raise BundleError(f"{file} is missing; build the engines again: {build}") from None
     if hashlib.sha256(content).hexdigest() != entry["sha256"]:
         raise BundleError(f"{file} is not the one the bundle names; build the engines again: {build}")
-    manifest = parse_manifest(content, file, f"build the engines again: {build}")
+    manifest = parse_engines_manifest(content, file, f"build the engines again: {build}")
     files = EngineFiles(bundle.path, file.parent, manifest)
     for name, digest in files.request["source"].items():
         found = bundle.manifest["files"].get(name, {}).get("sha256")
@@ -101,21 +98,6 @@ def read_engine_files(bundle: Bundle, target: str, *, trust: bool = False, verif
     if not trust:
         _check_trust(files)
     return files
-
-
-def parse_manifest(content: bytes, file: Path, remedy: str = "build the engines again") -> dict[str, Any]:
-    """The contents of an engines.json `file`; raises `BundleError` for one that this release does not read."""
-    try:
-        manifest = json.loads(content)
-    except ValueError as error:
-        raise BundleError(f"{file} is corrupt ({error}); {remedy}") from None
-    found = manifest if isinstance(manifest, dict) else {}
-    if found.get("format") != FORMAT or found.get("version") not in READS_VERSIONS:
-        raise BundleError(
-            f"{file} is {found.get('format')} version {found.get('version')!r}, this release reads {FORMAT} "
-            f"{', '.join(map(str, READS_VERSIONS))}; {remedy}"
-        )
-    return found
 
 
 def check_host(files: EngineFiles, host: Host) -> None:
@@ -154,8 +136,7 @@ def _runs(built: str, found: str, compatible: bool) -> bool:
 
 def _check_file(files: EngineFiles, name: str, wanted: dict[str, Any], verify: bool) -> None:
     path = files.folder / name
-    size = path.stat().st_size if path.is_file() else None
-    if size != wanted["size"] or (verify and fast_hash(path) != wanted["xxh3"]):
+    if difference(path, wanted, verify=verify) is not None:
         raise BundleError(f"{path} is missing or damaged; build the engines again: {files.rebuild}")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from via_sd.contract.generation_options import GenerationConfig
-from via_sd.contract.manifest import Bundle, load_bundle
+from via_sd.contract.manifest import TOKENIZER_FILE, Bundle, load_bundle
 from via_sd.errors import BundleError, RequestError
 from via_sd.runtime.decoding.default_costs import PRECISIONS
 from via_sd.runtime.decoding.router import Router
@@ -226,7 +226,7 @@ class Pipeline:
 
 
 def _load_tokenizer(bundle: Bundle) -> Tokenizer:
-    file = bundle.file("tokenizer.json")
+    file = bundle.file(TOKENIZER_FILE)
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # noqa: BLE001 - the library raises plain Exception

@@ -12,6 +12,7 @@ from typing import Any
 
 from via_sd.contract.manifest import Bundle
 from via_sd.errors import BundleError
+from via_sd.files import read_json
 from via_sd.runtime.decoding.router import RouterMargins
 from via_sd.runtime.engines.backends import ONNXRUNTIME
 from via_sd.runtime.generation.machine import Machine, this_machine
@@ -59,7 +60,7 @@ def read_policy(file: Path, bundle: Bundle, backend: str) -> Policy:
         BundleError: one that is missing or damaged, or was measured with other files than `bundle` has.
     """
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = read_json(file)
         if (data["format"], data["version"]) != (FORMAT, VERSION):
             raise ValueError(f"it is no {FORMAT} version {VERSION}")
         if data["files"] != measured_files(bundle, backend):

@@ -7,7 +7,6 @@ wheel is unpacked into a cache folder rather than installed. It has no ONNX Runt
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.metadata
 import subprocess
@@ -16,11 +15,12 @@ import sysconfig
 import tempfile
 import venv
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from via_sd.errors import ViaSdError
+from via_sd.files import whole_directory
 from via_sd.tools.demo.packaged_models import cache_directory
 
 WHEEL = "nvidia-pytriton"
@@ -51,10 +51,7 @@ def server_files(cache: Path | None = None) -> ServerFiles:
         TritonServerError: pip could not fetch the wheel, or what it fetched is not the wheel that was tried.
     """
     root = (cache or cache_directory()).resolve() / f"tritonserver-{SERVER_VERSION}"
-    with _made_once(root) as fresh:
-        if fresh is not None:
-            with tempfile.TemporaryDirectory(dir=fresh.parent) as scratch:
-                _unpack(_download(Path(scratch)), fresh)
+    _make_once(root, _fetch_server)
     server = root / "pytriton" / "tritonserver"
     return ServerFiles(
         binary=server / "bin" / "tritonserver",
@@ -62,6 +59,11 @@ def server_files(cache: Path | None = None) -> ServerFiles:
         backends=server / "backends",
         stubs=server / "python_backend_stubs",
     )
+
+
+def _fetch_server(folder: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        _unpack(_download(Path(scratch)), folder)
 
 
 def _download(folder: Path) -> Path:
@@ -105,9 +107,7 @@ def model_environment(scratch: Path, cache: Path | None = None) -> Path:
     if int(importlib.metadata.version("numpy").split(".")[0]) < 2:
         return Path(sys.prefix)
     older = (cache or cache_directory()).resolve() / f"numpy-{OLDER_NUMPY}-python{_python()}"
-    with _made_once(older) as fresh:
-        if fresh is not None:
-            _fetch_numpy(fresh)
+    _make_once(older, _fetch_numpy)
     venv.create(scratch, symlinks=True)
     packages = scratch / "lib" / f"python{_python()}" / "site-packages"
     here = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
@@ -129,24 +129,16 @@ def _fetch_numpy(folder: Path) -> None:
         )
 
 
-@contextlib.contextmanager
-def _made_once(root: Path) -> Iterator[Path | None]:
-    """A folder to fill that becomes `root` when the block ends well; None if `root` is there already.
-
-    It is filled beside its place and renamed, so that neither a crash nor a second process leaves half of it there.
-    """
+def _make_once(root: Path, fill: Callable[[Path], None]) -> None:
+    """Make the folder `root` with what `fill` puts into it, unless it is there already."""
     if root.is_dir():
-        yield None
         return
-    root.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{root.name}-", dir=root.parent) as scratch:
-        fresh = Path(scratch) / "root"
-        yield fresh
-        try:
-            fresh.rename(root)
-        except OSError:
-            if not root.is_dir():
-                raise
+    try:
+        with whole_directory(root) as fresh:
+            fill(fresh)
+    except OSError:
+        if not root.is_dir():  # else another process was faster
+            raise
 
 
 def _python() -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from via_sd.files import parse_json
 from via_sd.masks import parse_mask, write_mask
 from via_sd.runtime import MODES, Pipeline
 from via_sd.tools.bench.prompts import Prompt
@@ -71,7 +71,7 @@ def _export(bundle: Path, progress: Any) -> None:
     gguf = fetch_smollm2(progress)
     mask = cache_directory() / "smollm2-135m.mask.json"
     source = files("via_sd.tools.demo").joinpath("smollm2-135m.mask.json")
-    write_mask(parse_mask(json.loads(source.read_text(encoding="utf-8"))), mask)
+    write_mask(parse_mask(parse_json(source.read_bytes())), mask)
     export_bundle(gguf, bundle, masks=[mask], max_seq_len=2048, progress=progress)
 
 

@@ -10,10 +10,11 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from via_sd.contract.engines_manifest import ENGINES_MANIFEST, parse_engines_manifest
 from via_sd.contract.graphs import FULL
+from via_sd.files import read_json
 from via_sd.masks import Mask, read_mask
 from via_sd.runtime import Bundle, load_bundle
-from via_sd.runtime.engines.engine_files import ENGINES_MANIFEST, parse_manifest
 from via_sd.runtime.generation.policy_file import FOLDER, FORMAT
 from via_sd.tools.commands.console import CommandError, command, out, print_json
 from via_sd.tools.commands.options import AsJson
@@ -93,7 +94,7 @@ def _describe(tier: dict[str, Any]) -> str:
 def _engine_facts(path: Path) -> dict[str, Any]:
     """Of every engine in a folder, or of one plan."""
     file = path / ENGINES_MANIFEST if path.is_dir() else path.with_name(ENGINES_MANIFEST)
-    manifest = parse_manifest(file.read_bytes(), file)
+    manifest = parse_engines_manifest(file.read_bytes(), file)
     request, files = manifest["request"], manifest["files"]
     wanted = {name: e for name, e in manifest["engines"].items() if path.is_dir() or e["plan"] == path.name}
     if not wanted:
@@ -119,7 +120,7 @@ def _engine_facts(path: Path) -> dict[str, Any]:
 def _policy_facts(path: Path) -> dict[str, Any] | None:
     """Of a policy that `calibrate` wrote; None if the file is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except ValueError:
         return None
     if not isinstance(found, dict) or found.get("format") != FORMAT:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from via_sd.errors import SearchError
+from via_sd.files import read_json
 from via_sd.masks import (
     DEFAULT_ALPHA,
     DEFAULT_BETA,
@@ -70,7 +70,7 @@ def load_search_model(verifier: str | Path, *, threads: int | None = None) -> Se
             last = reason.splitlines()[-1]
             hint = "; pip install 'via-sd-export[export]'" if last.startswith("ModuleNotFoundError") else ""
             raise SearchError(f"the search graph could not be built: {last}{hint}")
-        description = json.loads((directory / DESCRIPTION_FILE).read_text(encoding="utf-8"))
+        description = read_json(directory / DESCRIPTION_FILE)
         # Once loaded the session needs no file: the weights are mapped or packed.
         return SearchModel(
             session=SearchSession(directory, description["boundaries"], description["kv"], threads=threads),

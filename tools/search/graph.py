@@ -7,13 +7,13 @@ the stream that one left behind: all flags up to there are false, and `hidden` t
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 
+from via_sd.contract.manifest import MANIFEST, TOKENIZER_FILE
 from via_sd.errors import ViaSdError
 from via_sd.export.passes import RoutePass, find_sublayers, sublayer_segments
 from via_sd.export.passes.lower import lower
@@ -23,6 +23,7 @@ from via_sd.export.writer.describe import describe_kv
 from via_sd.export.writer.limits import capacity
 from via_sd.export.writer.tokenizer import export_tokenizer
 from via_sd.export.writer.weights import load_graph, save_graph, write_weights
+from via_sd.files import write_json
 from via_sd.runtime import load_bundle
 from via_sd.tools.search.session import DESCRIPTION_FILE, GRAPH_FILE, HIDDEN, REFUSED, RESUME, boundary_output
 
@@ -107,7 +108,7 @@ def build(verifier: str, directory: Path) -> None:
         ExportError, BundleError: nothing usable at `verifier`.
     """
     description: dict[str, Any]
-    if (Path(verifier) / "bundle.json").is_file():
+    if (Path(verifier) / MANIFEST).is_file():
         bundle = load_bundle(verifier)
         manifest = bundle.manifest
         model = load_graph(bundle.file(manifest["verifier"]["graph"]))
@@ -118,7 +119,7 @@ def build(verifier: str, directory: Path) -> None:
             "max_seq_len": bundle.max_seq_len,
             "kv": manifest["verifier"]["kv"],
             "tokenizer": manifest["tokenizer"],
-            "tokenizer_file": str((bundle.path / "tokenizer.json").resolve()),
+            "tokenizer_file": str((bundle.path / TOKENIZER_FILE).resolve()),
         }
         description["boundaries"] = write_search_graph(model, directory)
     else:
@@ -131,10 +132,10 @@ def build(verifier: str, directory: Path) -> None:
                 "max_seq_len": limit,
                 "kv": describe_kv(source.model),
                 "tokenizer": export_tokenizer(source.directory, directory, source.config),
-                "tokenizer_file": str(directory / "tokenizer.json"),
+                "tokenizer_file": str(directory / TOKENIZER_FILE),
             }
             description["boundaries"] = write_search_graph(source.model, directory)
-    (directory / DESCRIPTION_FILE).write_text(json.dumps(description), encoding="utf-8")
+    write_json(directory / DESCRIPTION_FILE, description)
 
 
 def main() -> int:

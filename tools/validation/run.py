@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from via_sd.contract.graphs import DRAFTER, VERIFIER
+from via_sd.contract.manifest import TOKENIZER_FILE
 from via_sd.errors import ValidationError
 from via_sd.export.sources.checkpoint import Checkpoint, open_checkpoint
 from via_sd.masks import Mask, ModelIdentity
@@ -102,7 +103,7 @@ def validate(
     verifier, drafter = open_engines(loaded, backend, trust_engines=trust_engines)
     precision = loaded.precision if backend == ONNXRUNTIME else _PRECISIONS[verifier.kv["dtype"]]
     masks = loaded.masks if backend == ONNXRUNTIME else {}  # engines are in one precision
-    tokenizer = Tokenizer.from_file(str(loaded.file("tokenizer.json")))
+    tokenizer = Tokenizer.from_file(str(loaded.file(TOKENIZER_FILE)))
     models = {}
     for pair in _pairs(loaded, verifier, drafter, reference, drafter_reference):
         with open_checkpoint(pair.reference, progress) as checkpoint:

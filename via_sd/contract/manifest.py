@@ -1,24 +1,29 @@
-"""Read a bundle's manifest and check that every file is the one it describes."""
+"""bundle.json: what a bundle is made of; read, checked and written here alone."""
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
-import xxhash
-
+from via_sd.contract.file_entries import difference
+from via_sd.contract.graphs import FULL, KEEP
 from via_sd.errors import BundleError, MaskError
+from via_sd.files import read_json, write_json
 from via_sd.masks import Mask, ModelIdentity, parse_mask
 
 FORMAT = "via-sd-bundle"
+VERSION = 1
 #: Versions this release reads. A minor change adds optional keys under the same version; a change that would be
 #: misread gets the next version, and the release that makes it says how to export again.
-READS_VERSIONS = (1,)
+READS_VERSIONS = (VERSION,)
 MANIFEST = "bundle.json"
+TOKENIZER_FILE = "tokenizer.json"
+#: Where engines lie, a folder for each target.
+ENGINES_FOLDER = "engines"
 
 #: What is read of a decoder's entry, and its type.
 _DECODER: dict[str, Any] = {
@@ -40,7 +45,7 @@ _CONTRACT: dict[str, Any] = {
     "precision": str,
     "max_seq_len": int,
     "tokenizer": {"eos_token_ids": list, "special_tokens": dict, "chat_template": (str, NoneType)},
-    "verifier": {**_DECODER, "tiers": {"full": {"keep": list}}},
+    "verifier": {**_DECODER, "tiers": {FULL: {KEEP.name: list}}},
     "slim": (str, NoneType),
     "drafter": {"kind": str},
     "files": dict,
@@ -101,16 +106,28 @@ def load_bundle(path: str | Path, *, verify: bool = True) -> Bundle:
         BundleError: no bundle there, another format version, or a file that is missing, cut or changed.
     """
     directory = Path(path)
+    manifest = read_manifest(directory)
+    for relative, wanted in manifest["files"].items():
+        _check_file(directory / relative, wanted, verify)
+    return Bundle(directory, manifest)
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of the bundle in `directory`, its files not looked at.
+
+    Raises:
+        BundleError: no bundle there, another format version, or a manifest that lacks what is read of it.
+    """
     file = directory / MANIFEST
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        manifest = read_json(file)
     except (FileNotFoundError, NotADirectoryError):
         raise BundleError(
             f"{directory} is no bundle: it has no {MANIFEST}; make one with via-sd-export export"
         ) from None
     except OSError as error:
         raise BundleError(f"cannot read {file}: {error.strerror or error}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise BundleError(f"{file} is corrupt ({error}); export the bundle again") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise BundleError(f"{file} is not a manifest of format {FORMAT}; export the bundle again")
@@ -123,9 +140,32 @@ def load_bundle(path: str | Path, *, verify: bool = True) -> Bundle:
         _check_contract(manifest)
     except (ValueError, MaskError) as error:
         raise BundleError(f"{file} is damaged: {error}; export the bundle again") from None
-    for relative, wanted in manifest["files"].items():
-        _check_file(directory / relative, wanted, verify)
-    return Bundle(directory, manifest)
+    return manifest
+
+
+def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
+    """Write or replace the manifest of the bundle in `directory` in one step."""
+    write_json(directory / MANIFEST, manifest)
+
+
+def set_engines(directory: Path, target: str, manifest: Path | None) -> None:
+    """Enter the engines for `target` into the manifest of the bundle in `directory`, or take them out of it.
+
+    Args:
+        manifest: the engines' own manifest, below `directory`; None takes them out.
+    """
+    bundle = read_manifest(directory)
+    engines = bundle.setdefault("engines", {})
+    if manifest is not None:
+        content = manifest.read_bytes()
+        engines[target] = {
+            "manifest": manifest.relative_to(directory).as_posix(),
+            "size": len(content),
+            "sha256": hashlib.sha256(content).hexdigest(),
+        }
+    elif engines.pop(target, None) is None:
+        return
+    write_manifest(directory, bundle)
 
 
 def _check_contract(manifest: dict[str, Any]) -> None:
@@ -134,7 +174,7 @@ def _check_contract(manifest: dict[str, Any]) -> None:
     ModelIdentity.from_json(manifest["model"])
     tiers, drafter = manifest["verifier"]["tiers"], manifest["drafter"]
     for name, tier in tiers.items():
-        _check(tiers, {name: {"keep": list, "added_bytes": int}}, "verifier.tiers.")
+        _check(tiers, {name: {KEEP.name: list, "added_bytes": int}}, "verifier.tiers.")
         if "mask" in tier:
             parse_mask(tier["mask"])
     if drafter["kind"] not in _DRAFTERS:
@@ -162,23 +202,9 @@ def _name(kind: Any) -> str:
     return " or ".join(k.__name__ for k in kind) if isinstance(kind, tuple) else str(kind.__name__)
 
 
-def _check_file(path: Path, wanted: dict[str, Any], verify: bool) -> None:
-    try:
-        size = path.stat().st_size
-    except OSError:
-        raise BundleError(f"{path} is missing; export the bundle again or copy it whole") from None
-    if size != wanted["size"]:
-        raise BundleError(f"{path} has {size} bytes, wanted {wanted['size']}: it is damaged; copy or export it again")
-    if verify and (found := fast_hash(path)) != wanted["xxh3"]:
-        raise BundleError(f"{path} is changed (XXH3 {found}, wanted {wanted['xxh3']}); copy or export the bundle again")
-
-
-def fast_hash(path: Path) -> str:
-    """XXH3-64 of a file's bytes, as hexadecimal."""
-    digest = xxhash.xxh3_64()
-    buffer = bytearray(1 << 22)
-    view = memoryview(buffer)
-    with path.open("rb", buffering=0) as stream:
-        while count := stream.readinto(buffer):
-            digest.update(view[:count])
-    return digest.hexdigest()
+def _check_file(path: Path, entry: Mapping[str, Any], verify: bool) -> None:
+    found = difference(path, entry, verify=verify)
+    if found == "is missing":
+        raise BundleError(f"{path} is missing; export the bundle again or copy it whole")
+    if found is not None:
+        raise BundleError(f"{path} {found}: it is damaged; copy or export the bundle again")

@@ -15,6 +15,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from via_sd.errors import BundleError
 from via_sd.export import ExportError, export_bundle
 from via_sd.export.tensorrt import TARGETS, build_engines
 from via_sd.export.tensorrt.profiles import plan_profiles
@@ -264,7 +265,7 @@ def test_bad_options_are_refused_before_anything_is_written(options, message, ti
 
 
 def test_what_is_no_bundle_is_refused(tmp_path):
-    with pytest.raises(ExportError, match=r"is no bundle: it has no bundle\.json"):
+    with pytest.raises(BundleError, match=r"is no bundle: it has no bundle\.json"):
         build_engines(tmp_path)
 
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from tests.support.blocked import HEAVY, run_blocked
 from via_sd.contract.served_model import INPUTS, OUTPUTS, contract_digest
+from via_sd.errors import BundleError
 from via_sd.export.triton import RepositoryError, ServingOptions, write_repository, write_tiers
 from via_sd.export.triton.pbtxt import Word, to_pbtxt
 from via_sd.tools.commands.main import app
@@ -115,7 +116,7 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing_behind(bundle: Pat
     write_repository(bundle, tmp_path, copy=False)
     with pytest.raises(RepositoryError, match="is there already"):
         write_repository(bundle, tmp_path, copy=False)
-    with pytest.raises(RepositoryError, match="is no bundle"):
+    with pytest.raises(BundleError, match="is no bundle"):
         write_repository(tmp_path, tmp_path, name="other")
     for name in ("", "a/b", ".hidden"):
         with pytest.raises(RepositoryError, match="cannot be a model's name"):

@@ -142,7 +142,7 @@ def test_a_forged_manifest_does_not_make_a_plan_trusted(copy):
         hashlib.sha256((copy / FOLDER / f"{n}.plan").read_bytes()).hexdigest() for n in ("full", "slim", "drafter")
     )
     (copy / FOLDER / "full.plan").write_bytes(genuine[:-1] + bytes([genuine[-1] ^ 1]))
-    from via_sd.contract.manifest import fast_hash
+    from via_sd.files import fast_hash
 
     def forge(manifest: dict[str, Any]) -> None:
         manifest["files"]["full.plan"]["xxh3"] = fast_hash(copy / FOLDER / "full.plan")

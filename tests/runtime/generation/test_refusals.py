@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tests.support.pipelines import WatchedPipeline, table_pipeline
 from tests.support.table_engine import TableEngine, hashed_logits
 from tests.support.tiny import MAX_SEQ_LEN
-from via_sd.contract.manifest import fast_hash
+from via_sd.files import fast_hash
 from via_sd.runtime import BundleError, GenerationConfig, Pipeline, RequestError, load_bundle
 from via_sd.runtime.generation.chat import render_chat
 

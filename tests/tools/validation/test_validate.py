@@ -15,8 +15,8 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from via_sd.contract.manifest import fast_hash
 from via_sd.export import export_bundle
+from via_sd.files import fast_hash
 from via_sd.tools.commands.validate import validate
 from via_sd.tools.validation import TierReport
 
