@@ -15,7 +15,7 @@ from tests.support.documents import blocks, read
 from tests.support.tritonserver import TritonServer
 from via_sd.export.triton import ServingOptions, write_repository
 from via_sd.runtime import load_bundle
-from via_sd.runtime.generation.policy import FOLDER
+from via_sd.runtime.generation.policy_file import FOLDER
 
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 TESTED = {
