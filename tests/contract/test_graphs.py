@@ -49,7 +49,7 @@ def test_the_graphs_of_a_bundle_have_the_inputs_and_outputs_of_the_contract(tier
     bundle = load_bundle(tiny_bundle)
     verifier = bundle.manifest["verifier"]
     graph = ir.load(bundle.file(verifier["tiers"][tier]["graph"])).graph
-    sizes = {"vocab": verifier["vocab_size"], "segments": len(verifier["segments"])}
+    sizes = {"vocab": verifier["vocab_size"], "flags": len(verifier["tiers"][FULL]["keep"])}
     check(graph.inputs, [t for t in BUNDLE_INPUTS if tier == FULL or t is not KEEP], sizes)
     check(graph.outputs, BUNDLE_OUTPUTS, sizes)
     kept = [True] * LAYERS if tier == FULL else bundle.masks[tier].keep_attention

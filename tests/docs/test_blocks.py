@@ -139,6 +139,17 @@ def test_files_that_are_shown_are_of_their_language():
                 assert yaml.safe_load(block.text)
 
 
+def program(module: str) -> str:
+    """Source of what `python -m MODULE` runs."""
+    spec = importlib.util.find_spec(module)
+    assert spec, module
+    if spec.submodule_search_locations:
+        spec = importlib.util.find_spec(f"{module}.__main__")
+    assert spec, module
+    assert spec.origin
+    return Path(spec.origin).read_text(encoding="utf-8")
+
+
 def test_commands_that_are_not_run_have_options_that_exist():
     commands = typer.main.get_command(app).commands
     for line in every_command():
@@ -149,10 +160,7 @@ def test_commands_that_are_not_run_have_options_that_exist():
             known = {name for each in parameters for name in (*each.opts, *each.secondary_opts)}
             assert given <= known, line
         elif found := re.match(r"python -m (tools\.benchmarks\.\w+)", line):
-            spec = importlib.util.find_spec(found[1])
-            assert spec, line
-            assert spec.origin
-            source = Path(spec.origin).read_text(encoding="utf-8")
+            source = program(found[1])
             for option in given:
                 assert re.search(rf"\b{option[2:].replace('-', '_')}: ", source), line
 
@@ -185,7 +193,4 @@ def test_the_modules_to_run_exist():
     }
     assert "tools.benchmarks.memory" in named
     for module in named:
-        spec = importlib.util.find_spec(module)
-        assert spec, module
-        assert spec.origin
-        assert "__main__" in Path(spec.origin).read_text(encoding="utf-8"), f"{module} is no program"
+        assert "__main__" in program(module), f"{module} is no program"
