@@ -278,7 +278,7 @@ def test_a_value_out_of_range_is_refused_before_anything_runs(bad: dict[str, Any
 
 
 def test_an_unknown_option_is_refused_with_those_there_are(pipeline: WatchedPipeline) -> None:
-    with pytest.raises(RequestError, match=r"no option is called tempo; options are max_new_tokens, mode"):
+    with pytest.raises(RequestError, match=r"no option is called tempo; options are mode, max_new_tokens"):
         pipeline.generate("x", tempo=1)
 
 
