@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from via_sd.contract.graphs import FULL, KEEP, LOGITS, TOTAL_LENGTH, step_arrays
+from via_sd.masks import parse_mask
 from via_sd.runtime.engines.rows import HostRow
 
 #: Runs a model: its name, its inputs, and the names of the outputs that are wanted.
@@ -80,5 +81,5 @@ class TritonKVBuffers:
 
 def _kept_layers(tier: Mapping[str, Any], num_layers: int) -> frozenset[int]:
     """Layers whose attention `tier` runs: those whose KV its graph takes and gives."""
-    mask = tier.get("mask")
-    return frozenset(layer for layer in range(num_layers) if mask is None or mask["keep_attention"][layer])
+    runs = parse_mask(tier["mask"]).keep_attention if "mask" in tier else (True,) * num_layers
+    return frozenset(layer for layer in range(num_layers) if runs[layer])

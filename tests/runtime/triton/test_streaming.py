@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import textwrap
 from typing import Any
 
 import pytest
@@ -143,11 +142,8 @@ def test_the_end_of_the_text_as_first_token_gives_one_final_response_without_tex
         assert reply.outputs["finish_reason"] == "stop"
 
 
-def test_the_client_in_the_documentation_prints_the_text(server: TritonServer, pipeline: Pipeline) -> None:
-    page = (ROOT / "docs" / "triton.md").read_text(encoding="utf-8")
-    start = page.index("    import queue")
-    source = textwrap.dedent(page[start : page.index("\n\n", start)])
-    assert "localhost:8001" in source
-    source = source.replace("localhost:8001", server.grpc_url)
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, encoding="utf-8", check=False)
-    assert (done.returncode, done.stdout) == (0, pipeline.generate("The sea is", raw=True).text), done.stderr
+def test_the_client_of_the_examples_prints_the_text(server: TritonServer, pipeline: Pipeline) -> None:
+    command = [sys.executable, ROOT / "examples" / "triton_client.py", server.grpc_url, "The sea is"]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
+    wanted = pipeline.generate("The sea is", max_new_tokens=48)
+    assert (done.returncode, done.stdout) == (0, f"{wanted.text}\nended by {wanted.finish_reason}\n"), done.stderr
