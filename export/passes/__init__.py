@@ -3,20 +3,22 @@
 from via_sd.export.passes.attention_semantics import AttentionSemanticsPass, LimitPositionsPass
 from via_sd.export.passes.branches import Bridge, Substitutes
 from via_sd.export.passes.fuse_mlp import FuseGateUpPass
+from via_sd.export.passes.pack_tokens import PackTokensPass, UnpackTokensPass
 from via_sd.export.passes.prune import PrunePass
 from via_sd.export.passes.quantize import QuantizePass, constant_products
 from via_sd.export.passes.residual import State, Sublayer, find_sublayers
 from via_sd.export.passes.route import RoutePass
 from via_sd.export.passes.segments import Segment, bridge_name, keep_vector, plan_segments, sublayer_segments
 from via_sd.export.passes.shared_table import SharedTablePass
-from via_sd.export.passes.step_inputs import LastLogitsPass, StepInputsPass
+from via_sd.export.passes.step_inputs import LogitRowsPass, StepInputsPass
 
 __all__ = [
     "AttentionSemanticsPass",
     "Bridge",
     "FuseGateUpPass",
-    "LastLogitsPass",
     "LimitPositionsPass",
+    "LogitRowsPass",
+    "PackTokensPass",
     "PrunePass",
     "QuantizePass",
     "RoutePass",
@@ -26,6 +28,7 @@ __all__ = [
     "StepInputsPass",
     "Sublayer",
     "Substitutes",
+    "UnpackTokensPass",
     "bridge_name",
     "constant_products",
     "find_sublayers",

@@ -26,6 +26,9 @@ class Input(IntEnum):
     HEAD_SINK = 11
     K_SCALE = 12
     V_SCALE = 13
+    Q_NORM_WEIGHT = 14
+    K_NORM_WEIGHT = 15
+    QUERY_LENGTHS = 16
 
 
 class Output(IntEnum):

@@ -7,11 +7,13 @@ from typing import Any
 import onnx_ir as ir
 
 from via_sd.export.passes.attention_semantics import AttentionSemanticsPass, LimitPositionsPass
-from via_sd.export.passes.step_inputs import LastLogitsPass, StepInputsPass
+from via_sd.export.passes.pack_tokens import PackTokensPass
+from via_sd.export.passes.step_inputs import LogitRowsPass, StepInputsPass
 
 
 def lower(model: ir.Model, config: dict[str, Any], max_seq_len: int) -> None:
-    """Turn a frontend's decoder graph into ours, in place: step inputs, exact attention, the last logits only.
+    """Turn a frontend's decoder graph into ours, in place: step inputs, exact attention, tokens of several
+    sequences, logits on demand.
 
     Args:
         config: Hugging Face text configuration of the model.
@@ -24,4 +26,5 @@ def lower(model: ir.Model, config: dict[str, Any], max_seq_len: int) -> None:
     StepInputsPass()(model)
     AttentionSemanticsPass(config, max_seq_len)(model)
     LimitPositionsPass(max_seq_len)(model)
-    LastLogitsPass()(model)
+    PackTokensPass()(model)
+    LogitRowsPass()(model)

@@ -1,4 +1,4 @@
-"""Step inputs: what a decoding step needs to say, and nothing it has to recompute.
+"""Step inputs: what a forward pass needs to say, and nothing it has to recompute.
 
 An exporter derives the lengths that GroupQueryAttention wants from an attention mask, which would have to grow by one
 entry per token; and it computes logits for every position. Here lengths and the number of logits become inputs.
@@ -6,11 +6,10 @@ entry per token; and it computes logits for every position. Here lengths and the
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from via_sd.contract.graphs import LAST_POSITION, LOGITS, NUM_LOGITS, TOTAL_LENGTH
+from via_sd.contract.graphs import LAST_POSITION, LOGIT_ROWS, LOGITS, TOTAL_LENGTH
 from via_sd.errors import UnsupportedModelError
 from via_sd.export.passes import gqa
 from via_sd.export.passes.values import find_input, find_output, new_value, shape_of
@@ -51,11 +50,11 @@ class StepInputsPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, modified=True)
 
 
-class LastLogitsPass(ir.passes.InPlacePass):
-    """Compute logits for the last `num_logits` positions of a step only, and fold a tied head's transpose away.
+class LogitRowsPass(ir.passes.InPlacePass):
+    """Compute logits for chosen tokens only, and fold a tied head's transpose away.
 
-    Requires: `logits` is the LM head's product, possibly scaled or capped afterwards, one row per position.
-    Ensures: input `num_logits` int64[1]; output `logits` float[batch, num_logits, vocab]; a head that read
+    Requires: `logits` is the LM head's product, possibly scaled or capped afterwards, one row per packed token.
+    Ensures: input `logit_rows` int64[rows]; output `logits` float[1, rows, vocab]; a head that read
     `Transpose(weight)` reads `weight` itself (`transB`), so that embedding and head stay one tensor.
     """
 
@@ -64,18 +63,12 @@ class LastLogitsPass(ir.passes.InPlacePass):
         head = find_head(graph)
         hidden = head.inputs[0]
         assert hidden is not None
-        count = new_value(NUM_LOGITS)
-        graph.inputs.append(count)
-        end = ir.Value(name="int64_max", const_value=ir.tensor(np.array([np.iinfo(np.int64).max]), name="int64_max"))
-        axis = ir.Value(name="axis_position", const_value=ir.tensor(np.array([1]), name="axis_position"))
-        for constant in (end, axis):
-            graph.register_initializer(constant)
-        start = ir.node("Neg", [count], name="first_logit")
-        start.outputs[0].name = "first_logit"
-        rows = ir.node("Slice", [hidden, start.outputs[0], end, axis], name="last_hidden")
-        rows.outputs[0].name = "last_hidden"
+        chosen = new_value(LOGIT_ROWS)
+        graph.inputs.append(chosen)
+        rows = ir.node("Gather", [hidden, chosen], {"axis": 1}, name="logit_hidden")
+        rows.outputs[0].name = "logit_hidden"
         rows.outputs[0].type = hidden.type
-        graph.insert_before(head, [start, rows])
+        graph.insert_before(head, rows)
         head.replace_input_with(0, rows.outputs[0])
 
         weight = head.inputs[1]

@@ -1,31 +1,28 @@
-"""The LM head: float32 logits of the rows asked for, from one table where head and embedding are tied."""
+"""The LM head: float32 logits, from one table where head and embedding are tied."""
 
 from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
 
-from via_sd.contract.graphs import LOGIT_ROWS, LOGITS, NUM_LOGITS, ROW_LOGITS
+from via_sd.contract.graphs import LOGITS, ROW_LOGITS
 from via_sd.errors import UnsupportedModelError
-from via_sd.export.passes.values import find_input, find_output, new_value, shape_of
+from via_sd.export.passes.values import find_output, shape_of
 from via_sd.export.portable.constants import add
 
 
 class HeadPass(ir.passes.InPlacePass):
-    """Choose rows by index instead of by count, and store a tied table the way the head reads it.
+    """Give logits in float32, and store a tied table the way the head reads it.
 
-    A count would be a value that output shapes depend on, which a compiler has to know on the host before it runs; an
-    index list has its length in its shape. A table [vocab, hidden] that the head reads transposed would be copied in
-    every step by a compiler to which weights are inputs, so it is stored as [hidden, vocab] and the embedding, which
-    reads a few tokens of it, gathers columns.
+    A table [vocab, hidden] that the head reads transposed would be copied in every step by a compiler to which weights
+    are inputs, so it is stored as [hidden, vocab] and the embedding, which reads a few tokens of it, gathers columns.
 
-    Requires: input `num_logits` and the slice it selects.
-    Ensures: input `logit_rows` int64 [rows]; output `logits` float32; no `FusedMatMul`.
+    Requires: output `logits`.
+    Ensures: output `logits` float32 [batch, rows, vocab]; no `FusedMatMul`.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
-        _gather_rows(graph)
         for node in [node for node in graph if node.op_type == "FusedMatMul"]:
             _untie_layout(graph, node)
         logits = find_output(graph, LOGITS.name)
@@ -41,22 +38,6 @@ class HeadPass(ir.passes.InPlacePass):
         out.shape = shape_of(ROW_LOGITS, vocab=vocabulary if isinstance(vocabulary, int) else None)
         graph.outputs[index] = out
         return ir.passes.PassResult(model, modified=True)
-
-
-def _gather_rows(graph: ir.Graph) -> None:
-    count = find_input(graph, NUM_LOGITS.name)
-    slices = [] if count is None else [n for user in count.consumers() for n in user.outputs[0].consumers()]
-    if count is None or len(slices) != 1 or slices[0].op_type != "Slice":
-        raise UnsupportedModelError(
-            f"the graph does not select logits by {NUM_LOGITS.name!r}; wanted a graph as an export leaves it"
-        )
-    rows = new_value(LOGIT_ROWS)
-    graph.inputs[list(graph.inputs).index(count)] = rows
-    old = slices[0]
-    (negated,) = count.consumers()
-    gather = ir.node("Gather", [old.inputs[0], rows], {"axis": 1}, name="logit_hidden")
-    ir.convenience.replace_nodes_and_values(graph, old, [old], [gather], [old.outputs[0]], [gather.outputs[0]])
-    graph.remove(negated, safe=True)
 
 
 def _untie_layout(graph: ir.Graph, head: ir.Node) -> None:

@@ -2,10 +2,11 @@
 
 exported graph (GroupQueryAttention, If, step lengths)
   -> UnroutePass        every If replaced by what it keeps
+  -> UnpackTokensPass   one row of tokens per sequence
   -> PrunePass          the sublayers a mask skips left out
   -> AttentionPass      RotaryEmbedding, TensorScatter into a fixed cache, Attention with a mask made in the graph
   -> StandardNormPass   skip norms as Add and RMSNormalization
-  -> HeadPass           logits of the rows asked for, in float32
+  -> HeadPass           logits in float32, a tied table stored as the head reads it
   -> CastPass           one dtype for weights, activations and KV
   -> RowNumbersPass     what greedy decoding and the router look at, so that logits can stay where they are
 """
@@ -16,6 +17,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from via_sd.errors import UnsupportedModelError
+from via_sd.export.passes.pack_tokens import UnpackTokensPass
 from via_sd.export.passes.prune import PrunePass
 from via_sd.export.portable.attention import AttentionPass
 from via_sd.export.portable.cast import CastPass
@@ -50,6 +52,7 @@ def to_portable(
     """
     result = model.clone()
     UnroutePass()(result)
+    UnpackTokensPass()(result)
     if mask is not None:
         PrunePass(mask.keeping(*QUANTISED_STATES))(result)
     AttentionPass(max_seq_len)(result)

@@ -77,6 +77,9 @@ class SlotPool:
             except GeneratorExit:  # nobody reads on; between rounds all is well
                 self._keep(slot)
                 raise
+            except BaseException:
+                self._engine.release(slot.buffers)
+                raise
             self._keep(slot)
         finally:
             with self._changed:
@@ -89,7 +92,9 @@ class SlotPool:
             slot.last_used = self._clock
             self._idle.append(slot)
             if len(self._idle) > self._retained:
-                self._idle.remove(min(self._idle, key=lambda s: s.last_used))
+                dropped = min(self._idle, key=lambda s: s.last_used)
+                self._idle.remove(dropped)
+                self._engine.release(dropped.buffers)
 
     def _choose(self, tokens: Sequence[int]) -> KVSlot | None:
         """The idle slot that shares most; else one nobody will miss; None to allocate another."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from via_sd.contract.manifest import Bundle
 from via_sd.errors import BundleError
-from via_sd.runtime.engines.ort import OrtEngine
+from via_sd.runtime.engines.ort import SLOTS, OrtEngine
 from via_sd.runtime.engines.protocol import ReadableEngine
 
 #: The bundle's own graphs on ONNX Runtime's CPU provider.
@@ -24,6 +26,8 @@ def open_engines(
     backend: str = ONNXRUNTIME,
     *,
     threads: int | None = None,
+    slots: int = SLOTS,
+    deterministic: bool = False,
     trust_engines: bool = False,
     verify: bool = True,
 ) -> tuple[ReadableEngine, ReadableEngine | None]:
@@ -32,6 +36,8 @@ def open_engines(
     Args:
         backend: one of `BACKENDS`.
         threads: threads of one pass on a CPU; the number of physical cores if None.
+        slots: most sequences with KV buffers at once, where they share passes.
+        deterministic: make no result depend on what else a pass computes; only the bundle's own graphs can.
         trust_engines: run TensorRT engines that were not built on this machine.
         verify: compare the hash of every file that `build` made with its manifest.
 
@@ -39,7 +45,9 @@ def open_engines(
         BundleError: an unknown backend, one that is not installed, or files it lacks or cannot run here.
     """
     if backend == ONNXRUNTIME:
-        return _own_graphs(bundle, threads)
+        return _own_graphs(bundle, threads, slots, deterministic)
+    if deterministic:
+        raise BundleError(f"backend {backend} has no deterministic passes; use {ONNXRUNTIME}")
     if backend in ENGINES:
         from via_sd.runtime.engines.tensorrt.engine import load_engines
 
@@ -53,10 +61,14 @@ def open_engines(
     raise BundleError(f"backend {backend!r} is not known; backends are {', '.join(BACKENDS)}")
 
 
-def _own_graphs(bundle: Bundle, threads: int | None) -> tuple[ReadableEngine, ReadableEngine | None]:
+def _own_graphs(
+    bundle: Bundle, threads: int | None, slots: int, deterministic: bool
+) -> tuple[ReadableEngine, ReadableEngine | None]:
     verifier, described = bundle.manifest["verifier"], bundle.manifest["drafter"]
-    engine = OrtEngine(bundle.file(verifier["graph"]), verifier, bundle.max_seq_len, threads=threads)
-    if described["kind"] != "model":
-        return engine, None
-    graph = bundle.file(described["graph"])
-    return engine, OrtEngine(graph, described, described["max_seq_len"], threads=threads)
+
+    def engine(description: dict[str, Any], max_seq_len: int) -> OrtEngine:
+        graph = bundle.file(description["graph"])
+        return OrtEngine(graph, description, max_seq_len, threads=threads, slots=slots, deterministic=deterministic)
+
+    drafter = engine(described, described["max_seq_len"]) if described["kind"] == "model" else None
+    return engine(verifier, bundle.max_seq_len), drafter

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from via_sd.contract.graphs import FULL, INPUT_IDS, KEEP, LAST_POSITION, LOGITS, NUM_LOGITS, TOTAL_LENGTH
+from via_sd.contract.graphs import FULL, KEEP, LAST_POSITION, LOGITS, PACKED_IDS, TOTAL_LENGTH
 from via_sd.errors import BundleError
+from via_sd.runtime.engines.kv_storage import KVStorage
+from via_sd.runtime.engines.packing import Packing
+from via_sd.runtime.engines.protocol import Block
 from via_sd.runtime.engines.rows import HostRow
 from via_sd.runtime.engines.threads import available_threads
 
-_STEP_TOKENS = 64  # the size the token buffer starts with; prefill chunks enlarge it
 #: Larger chunks are hardly faster (SmolLM2-135M on two cores, tokens/s at 128, 256, 512: int4 680, 700, 680; fp32 620,
 #: 650, 635), and at 512 a chunk takes 0.9 s.
 _PREFILL_CHUNK = 128
+_TOKENS = 64  # the size a token buffer starts with; prefill chunks enlarge it
+#: Sequences that may have KV buffers at once, if nobody says.
+SLOTS = 16
 
 
 class OrtEngine:
@@ -28,10 +34,19 @@ class OrtEngine:
         description: the manifest's entry for it (`inputs`, `kv`, `vocab_size`, and `tiers` for a routed graph).
         max_seq_len: capacity of a KV buffer in tokens.
         threads: intra-op threads; `available_threads()` if None.
+        slots: most sequences with KV buffers at once.
+        deterministic: make no result depend on how many tokens a pass takes; see `Packing`.
     """
 
     def __init__(
-        self, graph: Path, description: dict[str, Any], max_seq_len: int, *, threads: int | None = None
+        self,
+        graph: Path,
+        description: dict[str, Any],
+        max_seq_len: int,
+        *,
+        threads: int | None = None,
+        slots: int = SLOTS,
+        deterministic: bool = False,
     ) -> None:
         options = session_options(threads)
         options.inter_op_num_threads = 1
@@ -42,81 +57,133 @@ class OrtEngine:
         self.vocab_size = int(description["vocab_size"])
         self.max_seq_len = max_seq_len
         self.prefill_chunk = _PREFILL_CHUNK
+        self.max_sequences = slots
         self.tiers = tuple(self._keep)
+        self.deterministic = deterministic
+        # What is padded in one sequence's row may be a whole chunk of another's.
+        self.storage = KVStorage(self.kv, slots, max_seq_len + _PREFILL_CHUNK)
+        self._bindings: dict[tuple[int, int], _Binding] = {}
+        self._logits = np.zeros((1, 1, self.vocab_size), LOGITS.dtype)
 
     def new_buffers(self) -> OrtKVBuffers:
         return OrtKVBuffers(self)
+
+    def release(self, buffers: OrtKVBuffers) -> None:
+        """See `Engine.release`."""
+        buffers.free()
 
     def keep(self, tier: str) -> np.ndarray:
         """The `keep` input that selects `tier`, bool [segments]."""
         return self._keep[tier]
 
+    def forward(self, tier: str, blocks: Sequence[Block]) -> list[Sequence[HostRow]]:
+        """See `Engine.forward`; blocks are at most `prefill_chunk` tokens long where there are several."""
+        slots = [block.buffers.slot for block in blocks]
+        return self.binding(min(slots), max(slots) + 1).run(tier, slots, blocks)
+
+    def logits(self, rows: int) -> np.ndarray:
+        """Memory for the logits of a pass, [1, rows, vocab]: every pass writes to the same."""
+        if rows > self._logits.shape[1]:
+            # Twice the rows: bindings that are bound to what was there before keep it, in all no more than as much.
+            self._logits = np.zeros((1, max(rows, 2 * self._logits.shape[1]), self.vocab_size), LOGITS.dtype)
+        return self._logits[:, :rows]
+
+    def binding(self, first: int, end: int) -> _Binding:
+        """The binding of slots `first` to `end`, made when it is needed."""
+        found = self._bindings.get((first, end))
+        if found is None:
+            found = self._bindings[first, end] = _Binding(self, first, end)
+        return found
+
 
 class OrtKVBuffers:
-    """KV buffers of one sequence, and the binding that runs the session over them."""
+    """KV buffers of one sequence: a slot of the engine's storage, which is free again when nobody has them."""
 
     def __init__(self, engine: OrtEngine) -> None:
         self._engine = engine
+        self.slot = engine.storage.take()
+        self._binding = engine.binding(self.slot, self.slot + 1)
+        self._slots = (self.slot,)
+        #: Makes the slot free, once.
+        self.free = weakref.finalize(self, engine.storage.release, self.slot)
+
+    def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> Sequence[HostRow]:
+        """See `KVBuffers.forward`."""
+        return self._binding.run(tier, self._slots, (Block(self, tokens, past, rows),))[0]
+
+    def keys_values(self, layer: int) -> np.ndarray:
+        """See `ReadableKVBuffers.keys_values`."""
+        limit = self._engine.max_seq_len
+        return np.stack([part[self.slot, :, :limit] for part in self._engine.storage.layers[layer]])
+
+
+class _Binding:
+    """Runs the session over neighbouring slots; KV buffers, inputs and logits stay bound between passes."""
+
+    def __init__(self, engine: OrtEngine, first: int, end: int) -> None:
+        self._engine, self._first = engine, first
         self._run = engine.session.run_with_iobinding
         self._binding = engine.session.io_binding()
         kv = engine.kv
-        shape = (1, kv["num_heads"], engine.max_seq_len, kv["head_dim"])
-        # One allocation, untouched until written: memory is taken as the sequence grows.
-        self._buffers = np.zeros((kv["num_layers"], len(kv["parts"]), *shape), dtype=kv["dtype"])
-        for layer in range(kv["num_layers"]):
-            for index, part in enumerate(kv["parts"]):
-                buffer = self._buffers[layer, index]
-                past = kv["past"].format(layer=layer, part=part)
-                present = kv["present"].format(layer=layer, part=part)
-                self._bind_input(past, buffer)
-                self._binding.bind_output(present, "cpu", 0, buffer.dtype, buffer.shape, buffer.ctypes.data)
-        self._last_position = LAST_POSITION.array([0])
+        for layer, parts in enumerate(engine.storage.layers):
+            for part, array in zip(kv["parts"], parts, strict=True):
+                buffer = array[first:end]
+                self._bind_input(kv["past"].format(layer=layer, part=part), buffer)
+                self._bind_output(kv["present"].format(layer=layer, part=part), buffer)
+        self._last_position = np.zeros(end - first, LAST_POSITION.dtype)
         self._total_length = TOTAL_LENGTH.array(0)
-        self._num_logits = NUM_LOGITS.array([0])
         self._keep = engine.keep(FULL).copy()
         self._bind_input(LAST_POSITION.name, self._last_position)
         self._bind_input(TOTAL_LENGTH.name, self._total_length)
-        self._bind_input(NUM_LOGITS.name, self._num_logits)
         if self._keep.size:
             self._bind_input(KEEP.name, self._keep)
-        self._tokens = np.zeros((1, _STEP_TOKENS), INPUT_IDS.dtype)
-        self._logits = np.zeros((1, 1, engine.vocab_size), LOGITS.dtype)
-        self._bind_step(1, 1)
         self._tier = FULL
+        self._tokens = np.zeros((1, _TOKENS), PACKED_IDS.dtype)
+        self._shape: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
-    def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> list[HostRow]:
-        """See `KVBuffers.forward`."""
-        if (len(tokens), rows) != self._bound:
-            self._bind_step(len(tokens), rows)
-        self._input_ids[0] = tokens
-        self._last_position[0] = past + len(tokens) - 1
-        self._total_length[...] = past + len(tokens)
+    def run(self, tier: str, slots: Sequence[int], blocks: Sequence[Block]) -> list[Sequence[HostRow]]:
+        """A pass over `blocks`, each in the slot of `slots` beside it."""
+        counts, rows = [0] * len(self._last_position), [0] * len(self._last_position)
+        for slot, block in zip(slots, blocks, strict=True):
+            counts[slot - self._first], rows[slot - self._first] = len(block.tokens), block.rows
+        if (shape := (tuple(counts), tuple(rows))) != self._shape:
+            self._bind_shape(*shape)
+        for slot, block in zip(slots, blocks, strict=True):
+            index = slot - self._first
+            start = self._starts[index]
+            self._input_ids[start : start + len(block.tokens)] = block.tokens
+            self._last_position[index] = block.past + self._attended[index] - 1
+        self._total_length[...] = self._last_position.max() + 1
         if tier != self._tier:
             self._keep[:] = self._engine.keep(tier)
             self._tier = tier
         self._run(self._binding)
-        return self._rows
+        return [self._rows[slot - self._first] for slot in slots]
 
-    def _bind_step(self, count: int, rows: int) -> None:
-        """Bind inputs and outputs for passes over `count` tokens with `rows` rows of logits."""
-        if count > self._tokens.shape[1]:
-            self._tokens = np.zeros((1, count), INPUT_IDS.dtype)
-        if rows > self._logits.shape[1]:
-            self._logits = np.zeros((1, rows, self._engine.vocab_size), LOGITS.dtype)
-        self._input_ids, logits = self._tokens[:, :count], self._logits[:, :rows]
-        self._bind_input(INPUT_IDS.name, self._input_ids)
-        self._num_logits[0] = rows
-        self._binding.bind_output(LOGITS.name, "cpu", 0, logits.dtype, logits.shape, logits.ctypes.data)
-        self._rows = [HostRow(row) for row in logits[0]]
-        self._bound = (count, rows)
-
-    def keys_values(self, layer: int) -> np.ndarray:
-        """See `ReadableKVBuffers.keys_values`; a view."""
-        result: np.ndarray = self._buffers[layer, :, 0]
-        return result
+    def _bind_shape(self, counts: tuple[int, ...], rows: tuple[int, ...]) -> None:
+        """Bind inputs and outputs for passes over `counts` tokens per slot, the last `rows` of them with logits."""
+        packing = Packing(counts, rows, deterministic=self._engine.deterministic)
+        if packing.tokens > self._tokens.shape[1]:
+            self._tokens = np.zeros((1, packing.tokens), PACKED_IDS.dtype)
+        tokens, logits = self._tokens[:, : packing.tokens], self._engine.logits(packing.logits)
+        self._input_ids, self._attended = tokens[0], packing.attended
+        self._bind_input(PACKED_IDS.name, tokens)
+        for name, array in packing.inputs.items():
+            self._bind_input(name, array)
+        self._bind_output(LOGITS.name, logits)
+        self._last_position.fill(0)  # any will do for a slot that takes no part
+        # A binding does not own what is bound to it.
+        self._bound = (packing, logits)
+        self._starts = [sum(counts[:index]) for index in range(len(counts))]
+        made = iter(logits[0])
+        self._rows = [[HostRow(next(made)) for _ in range(count)] for count in rows]
+        self._shape = (counts, rows)
 
     def _bind_input(self, name: str, array: np.ndarray) -> None:
         self._binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+
+    def _bind_output(self, name: str, array: np.ndarray) -> None:
+        self._binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
 
 
 def session_options(threads: int | None) -> Any:

@@ -30,6 +30,7 @@ from via_sd.errors import BundleError
 from via_sd.runtime.engines.device_rows import device_rows
 from via_sd.runtime.engines.engine_files import EngineFiles, read_engine_files
 from via_sd.runtime.engines.ort import onnxruntime, open_session, session_options
+from via_sd.runtime.engines.protocol import OneSequencePerPass
 from via_sd.runtime.engines.rows import Row
 from via_sd.runtime.engines.steps import Step, StepPlanner
 
@@ -82,7 +83,7 @@ def load_graphs(
     return engine(VERIFIER), engine(DRAFTER) if files.engines_of(DRAFTER) else None
 
 
-class GraphEngine:
+class GraphEngine(OneSequencePerPass):
     """One model's portable graphs, a session each; see `Engine`.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -16,13 +16,22 @@ class KVBuffers(Protocol):
     def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> Sequence[Row]:
         """Feed `tokens` at positions `past`, `past + 1`, … and return what follows the last `rows` of them.
 
-        What the buffers hold from position `past` on is overwritten. One sequence's buffers serve one thread at a
-        time; those of different sequences may be used at once.
+        What the buffers hold from position `past` on is overwritten. An engine runs one pass at a time: not to be
+        called by several threads at once.
 
         Returns:
-            A row for each of them; the next call makes them void.
+            A row for each of them; the engine's next pass makes them void.
         """
         ...
+
+
+class Block(NamedTuple):
+    """Tokens of one sequence in a forward pass; see `KVBuffers.forward`."""
+
+    buffers: Any
+    tokens: Sequence[int]
+    past: int
+    rows: int
 
 
 class Engine(Protocol):
@@ -44,9 +53,40 @@ class Engine(Protocol):
         """Tokens of a long prompt to feed at once: enough to keep the device busy, few enough to stop in between."""
         ...
 
+    @property
+    def max_sequences(self) -> int:
+        """Sequences that one forward pass takes at most."""
+        ...
+
     def new_buffers(self) -> KVBuffers:
         """Allocate KV buffers for one sequence."""
         ...
+
+    def release(self, buffers: Any) -> None:
+        """Take back KV buffers that nobody will use again, though somebody may still refer to them."""
+        ...
+
+    def forward(self, tier: str, blocks: Sequence[Block]) -> Sequence[Sequence[Row]]:
+        """One forward pass of `tier` over tokens of several sequences, each with buffers of its own.
+
+        Returns:
+            For each block the rows `KVBuffers.forward` returns; the engine's next pass makes all of them void.
+        """
+        ...
+
+
+class OneSequencePerPass:
+    """The part of an `Engine` that is about batches, for engines whose passes take one sequence."""
+
+    max_sequences = 1
+
+    def release(self, buffers: Any) -> None:
+        """See `Engine.release`: their memory is freed with the last reference to them."""
+
+    def forward(self, tier: str, blocks: Sequence[Block]) -> list[Sequence[Row]]:
+        """See `Engine.forward`."""
+        (block,) = blocks
+        return [block.buffers.forward(tier, block.tokens, block.past, block.rows)]
 
 
 class ReadableKVBuffers(KVBuffers, Protocol):

@@ -13,13 +13,14 @@ import numpy as np
 
 from via_sd.contract.graphs import FULL, KEEP, LOGITS, TOTAL_LENGTH, step_arrays
 from via_sd.masks import parse_mask
+from via_sd.runtime.engines.protocol import OneSequencePerPass
 from via_sd.runtime.engines.rows import HostRow
 
 #: Runs a model: its name, its inputs, and the names of the outputs that are wanted.
 Infer = Callable[[str, Mapping[str, np.ndarray], Sequence[str]], Mapping[str, np.ndarray]]
 
 
-class TritonEngine:
+class TritonEngine(OneSequencePerPass):
     """Runs the tiers of one decoder as Triton models (see `via_sd.runtime.engines.protocol.Engine`).
 
     Args:

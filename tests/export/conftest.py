@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.shared import SharedFolder
+from via_sd.contract.graphs import step_arrays
 from via_sd.export.passes.lower import lower
 from via_sd.export.sources.checkpoint import Checkpoint, open_checkpoint
 from via_sd.export.writer import check
@@ -123,10 +124,7 @@ class Session:
         count = len(tokens)
         binding = self.session.io_binding()
         feeds: dict[str, np.ndarray] = {
-            "input_ids": np.array([tokens], np.int64),
-            "last_position": np.array([self.past + count - 1], np.int32),
-            "total_length": np.array(self.past + count, np.int32),
-            "num_logits": np.array([count if rows is None else rows], np.int64),
+            **step_arrays(np.array(tokens), self.past, count if rows is None else rows),
         }
         if "keep" in self.inputs:
             shape = self.inputs["keep"].shape

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from via_sd.runtime.engines.rows import HostRow
+from via_sd.runtime.engines.protocol import Block
+from via_sd.runtime.engines.rows import HostRow, Row
 
 #: Of (tier, the last tokens up to and including this position, digest of every token up to here): logits [vocab].
 LogitsTable = Callable[[str, tuple[int, ...], int], np.ndarray]
@@ -48,6 +49,14 @@ class Call:
     rows: int
 
 
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass as the engine received it: tokens and past of every sequence in it."""
+
+    tier: str
+    blocks: list[tuple[int, int]]
+
+
 @dataclass
 class TableEngine:
     """See the module. `fails` is asked before each call, with the number of calls so far; True raises."""
@@ -57,13 +66,27 @@ class TableEngine:
     max_seq_len: int = 256
     tiers: tuple[str, ...] = ENGINE_TIERS
     prefill_chunk: int = 512
+    max_sequences: int = 64
     fails: Callable[[TableKVBuffers], bool] = lambda buffers: False
     buffers: list[TableKVBuffers] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
+    released: list[TableKVBuffers] = field(default_factory=list)
+
+    def release(self, buffers: TableKVBuffers) -> None:
+        """See `via_sd.runtime.engines.protocol.Engine.release`."""
+        assert buffers not in self.released, "buffers are released twice"
+        self.released.append(buffers)
 
     def new_buffers(self) -> TableKVBuffers:
         buffers = TableKVBuffers(self)
         self.buffers.append(buffers)
         return buffers
+
+    def forward(self, tier: str, blocks: Sequence[Block]) -> list[Sequence[Row]]:
+        """See `via_sd.runtime.engines.protocol.Engine.forward`."""
+        assert len({id(block.buffers) for block in blocks}) == len(blocks), "a pass takes the same buffers twice"
+        self.passes.append(Pass(tier, [(len(block.tokens), block.past) for block in blocks]))
+        return [block.buffers.forward(tier, block.tokens, block.past, block.rows) for block in blocks]
 
 
 class TableKVBuffers:
@@ -79,6 +102,7 @@ class TableKVBuffers:
     def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> list[HostRow]:
         """See `via_sd.runtime.engines.protocol.KVBuffers.forward`."""
         assert not self._busy, "two threads use the same KV buffers"
+        assert self not in self._engine.released, "buffers are used behind their release"
         self._busy = True
         try:
             if self._engine.fails(self):

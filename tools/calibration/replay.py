@@ -14,7 +14,7 @@ import numpy as np
 
 from via_sd.contract.graphs import FULL
 from via_sd.runtime.decoding.cost_model import StepCost
-from via_sd.runtime.engines.protocol import Engine
+from via_sd.runtime.engines.protocol import Engine, OneSequencePerPass
 
 #: Tokens a lower tier reads ahead of the full verifier's KV while it is recorded: about a block's length.
 _BLOCK = 8
@@ -83,7 +83,7 @@ def record(engine: Engine, prompt: Sequence[int], text: Sequence[int]) -> Trace:
     return Trace(tuple(prompt), tuple(text), {tier: tuple(found) for tier, found in opinions.items()})
 
 
-class ReplayEngine:
+class ReplayEngine(OneSequencePerPass):
     """An `Engine` that says what was recorded, and counts the time that its passes would take.
 
     Args:

@@ -24,8 +24,6 @@ RESUME = "resume"
 #: Exit code of the process that builds one, see `graph`, for an expected failure; the reason is on stderr.
 REFUSED = 2
 
-_NO_LOGITS = -(1 << 62)  # the slice of the last rows then begins behind the last one
-
 
 def boundary_output(boundary: int) -> str:
     """Name of the output that holds the stream before sublayer `boundary`."""
@@ -137,7 +135,7 @@ class KVBuffers:
         given = np.zeros((0, session.hidden_size), np.float32) if hidden is None else hidden
         fed = np.array(tokens) if hidden is None else np.zeros(length)
         feeds = {
-            **step_arrays(fed, past, _NO_LOGITS if logits is None else len(logits)),
+            **step_arrays(fed, past, 0 if logits is None else len(logits)),
             KEEP.name: KEEP.array([keep >> i & 1 for i in range(count)]),
             RESUME: np.array([hidden is not None]),
             HIDDEN: given[None],

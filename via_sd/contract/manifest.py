@@ -16,7 +16,7 @@ from via_sd.files import read_json, write_json
 from via_sd.masks import Mask, ModelIdentity, parse_mask
 
 FORMAT = "via-sd-bundle"
-VERSION = 1
+VERSION = 2
 #: Versions this release reads. A minor change adds optional keys under the same version; a change that would be
 #: misread gets the next version, and the release that makes it says how to export again.
 READS_VERSIONS = (VERSION,)

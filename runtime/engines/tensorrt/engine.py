@@ -29,6 +29,7 @@ from via_sd.contract.manifest import Bundle
 from via_sd.errors import BundleError
 from via_sd.runtime.engines.device_rows import DeviceRow, device_rows
 from via_sd.runtime.engines.engine_files import EngineFiles, Host, check_host, read_engine_files
+from via_sd.runtime.engines.protocol import OneSequencePerPass
 from via_sd.runtime.engines.rows import Row
 from via_sd.runtime.engines.steps import Step, StepPlanner
 from via_sd.runtime.engines.tensorrt.cuda import Cuda, DeviceMemory, PinnedArray, Stream, load_array, load_file
@@ -73,7 +74,7 @@ def load_engines(
     return verifier, drafter
 
 
-class TensorRTEngine:
+class TensorRTEngine(OneSequencePerPass):
     """One model's plans, deserialised; see `Engine`.
 
     Args:

@@ -208,7 +208,6 @@ def test_an_attention_sink_is_refused(lowered):
     attention = next(n for n in exported.graph if n.op_type == "GroupQueryAttention")
     sink = ir.Value(name="sink", const_value=ir.tensor(np.zeros(4, np.float32)))
     exported.graph.register_initializer(sink)
-    attention.resize_inputs(12)
     attention.replace_input_with(11, sink)
     with pytest.raises(UnsupportedModelError, match="sink"):
         to_portable(exported, max_seq_len=CAPACITY)

@@ -121,7 +121,7 @@ def test_manifest_names_model_precision_limits_and_makers(bundles, verifier):
         identity = checkpoint.identity
     for precision, path in bundles.items():
         manifest = manifest_of(path)
-        assert (manifest["format"], manifest["version"]) == ("via-sd-bundle", 1)
+        assert (manifest["format"], manifest["version"]) == ("via-sd-bundle", 2)
         assert manifest["model"] == identity.to_json()
         assert manifest["precision"] == precision
         assert manifest["max_seq_len"] == 96
