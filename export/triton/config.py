@@ -32,9 +32,8 @@ class ServingOptions:
             `contract.DEFAULTS`).
         backend: what runs the graphs, as the runtime calls it (`onnxruntime`, `tensorrt`, …); its default if None.
         trust_engines: whether TensorRT engines may run that were not built where the server runs.
-        slots: sequences that run at once in one instance, each with KV buffers of its own.
-        workers: engine steps that run at once in one instance. One is right where a step keeps the device busy.
-        threads: threads of one engine step; the engine's choice if None.
+        slots: sequences that run at once in one instance, each with KV buffers of its own; they share forward passes.
+        threads: threads of one forward pass; the engine's choice if None.
         queue: requests that may wait for a slot; more are turned away.
         queue_timeout: seconds a request may wait for a slot; None: no limit.
         request_timeout: seconds from arrival to the last token for requests that bring no time-out; None: no limit.
@@ -51,7 +50,6 @@ class ServingOptions:
     backend: str | None = None
     trust_engines: bool = False
     slots: int = 4
-    workers: int = 1
     threads: int | None = None
     queue: int = 128
     queue_timeout: float | None = None
@@ -62,7 +60,7 @@ class ServingOptions:
     environment: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("slots", 1), ("workers", 1), ("threads", 1), ("queue", 0), ("instances", 1)):
+        for name, least in (("slots", 1), ("threads", 1), ("queue", 0), ("instances", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise RepositoryError(f"{name} is {value}, wanted {least} or more")

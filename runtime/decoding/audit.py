@@ -8,6 +8,7 @@ import numpy as np
 
 from via_sd.contract.graphs import FULL
 from via_sd.runtime.decoding.drafters import Draft
+from via_sd.runtime.decoding.passes import Passes
 from via_sd.runtime.decoding.run import Item, Run
 from via_sd.runtime.decoding.statistics import JudgedMargin
 from via_sd.runtime.engines.rows import Row
@@ -29,7 +30,7 @@ class Audit:
             self._distributions.append(run.processor.probabilities(row, run.state.tokens))
         return run.emit(item, row, checked=False)
 
-    def escalate(self, draft: Draft, doubted: Row | None = None) -> int:
+    def escalate(self, draft: Draft, doubted: Row | None = None) -> Passes[int]:
         """A full pass over everything not cached for full and `draft`, which it judges alone; how much of it is kept.
 
         `doubted` is the row of slim's on which the router escalated.
@@ -38,15 +39,16 @@ class Audit:
         if doubted is not None:
             self._note(doubted)
         lag = run.lag
-        rows = run.forward(FULL, [*run.state.tokens, *draft.tokens], lag + len(draft.tokens) + 1)
+        rows = yield from run.forward(FULL, [*run.state.tokens, *draft.tokens], lag + len(draft.tokens) + 1)
         self._compare(rows, lag)
         return run.verify(draft, rows[lag:])
 
-    def tail(self) -> None:
+    def tail(self) -> Passes[None]:
         """Judge what is left at the end of the text, so that every token was judged."""
         lag = self._run.lag
         if lag > 0:
-            self._compare(self._run.forward(FULL, self._run.state.tokens[:-1], lag), lag)
+            rows = yield from self._run.forward(FULL, self._run.state.tokens[:-1], lag)
+            self._compare(rows, lag)
 
     def _note(self, row: Row) -> None:
         if self._run.routing.keep_margins:

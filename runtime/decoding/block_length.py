@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from via_sd.runtime.decoding.cost_model import StepCost
+from via_sd.runtime.decoding.passes import ALONE, Beside
 from via_sd.runtime.decoding.running_ratio import RunningRatio
 
 
@@ -26,22 +27,27 @@ class AdaptiveGamma:
     _MEMORY = 0.95  # per judged token of the class
 
     def __init__(self, cost: StepCost, longest: int = 15, fixed: int | None = None) -> None:
-        self._costs = [cost(tokens) for tokens in range(1, longest + 2)]
+        self._cost, self._longest = cost, longest
         self.fixed = fixed
         self._acceptance = [RunningRatio(self._MEMORY, prior, self._PRIOR_WEIGHT) for prior in self._PRIOR]
 
-    def choose(self, situation: int, limit: int, draft_cost: float = 0.0) -> int:
-        """Block length for a `situation` (see `Drafter.situation`), at most `limit`; 0 means no draft pays."""
+    def choose(self, situation: int, limit: int, draft_cost: float = 0.0, beside: Beside = ALONE) -> int:
+        """Block length for a `situation` (see `Drafter.expectation`), at most `limit`; 0 means no draft pays.
+
+        In a pass that is shared, the tokens that it yields to all of them count against what it costs all of them.
+        """
         if situation == 0:
             return 0
         if self.fixed is not None:
             return min(self.fixed, limit)
-        best, best_value = 0, 1.0
-        expected, survival = 1.0, 1.0
-        for g in range(1, min(len(self._costs) - 1, limit) + 1):
+        # Of the others' tokens one each is sure to be kept; of their drafts half are supposed to be.
+        expected, survival = 1.0 + (beside.sequences + beside.tokens) / 2, 1.0
+        costs = self._cost.table
+        best, best_value = 0, expected / costs[beside.tokens + 1]
+        for g in range(1, min(self._longest, limit, len(costs) - beside.tokens - 2) + 1):
             survival *= self.acceptance(situation + g - 1)
             expected += survival
-            value = expected / (self._costs[g] + g * draft_cost)
+            value = expected / (costs[beside.tokens + 1 + g] + g * draft_cost)
             if value > best_value:
                 best, best_value = g, value
         return best

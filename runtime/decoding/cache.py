@@ -6,11 +6,11 @@ number of positions whose KV the tier can use. KV of a higher tier serves the lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from time import perf_counter
 
-from via_sd.runtime.engines.protocol import Engine, KVBuffers
+from via_sd.runtime.decoding.passes import ALONE, Passes, PassRequest
+from via_sd.runtime.engines.protocol import Block, Engine, KVBuffers
 from via_sd.runtime.engines.rows import Row
 
 
@@ -54,44 +54,38 @@ class SequenceCache:
         buffers: KV buffers, shared by all tiers of the model.
         engine: the model.
         reused: positions the buffers hold already, written by the highest tier.
+
+    Attributes:
+        beside: per tier, who shared its last pass.
     """
 
     def __init__(self, buffers: KVBuffers, engine: Engine, reused: int = 0) -> None:
         self.engine = engine
-        self._buffers, self._chunk = buffers, engine.prefill_chunk
+        self._buffers = buffers
         self.lengths = CachedLengths(engine.tiers)
         self.lengths.wrote(engine.tiers[0], reused)
         self.usage = {tier: Usage() for tier in engine.tiers}
+        self.beside = dict.fromkeys(engine.tiers, ALONE)
 
-    def forward(self, tier: str, sequence: Sequence[int], rows: int) -> Sequence[Row]:
-        """Feed `tier` the part of `sequence` that is not cached for it.
+    def forward(self, tier: str, sequence: Sequence[int], rows: int) -> Passes[Sequence[Row]]:
+        """Feed `tier` the part of `sequence` that is not cached for it, in one pass or, where it is long, in several.
 
         Returns:
             What follows each of the last `rows` tokens; the next call makes it void.
         """
-        for _ in self.chunks(tier, sequence, rows):
-            pass
-        return self._feed(tier, sequence, len(sequence), rows)
-
-    def chunks(self, tier: str, sequence: Sequence[int], rows: int) -> Iterator[None]:
-        """Feed `tier` one chunk of a long `sequence` for every `next`, up to what `forward` takes in one pass."""
-        while len(sequence) - self.lengths[tier] > self._chunk + rows:
-            self._feed(tier, sequence, self.lengths[tier] + self._chunk, 1)
-            yield
+        usage = self.usage[tier]
+        while True:
+            start = self.lengths[tier]
+            result = yield PassRequest(self.engine, tier, Block(self._buffers, sequence[start:], start, rows))
+            assert result is not None
+            usage.seconds += result.seconds
+            usage.calls += 1
+            usage.tokens += result.fed
+            self.beside[tier] = result.beside
+            self.lengths.wrote(tier, start + result.fed)
+            if start + result.fed == len(sequence):
+                return result.rows
 
     def truncate(self, length: int) -> None:
         """Cut back to a sequence of `length` tokens, of which the last is not fed yet; KV behind it is void."""
         self.lengths.truncate(length - 1)
-
-    def _feed(self, tier: str, sequence: Sequence[int], end: int, rows: int) -> Sequence[Row]:
-        """A forward pass of `tier` over those of the first `end` tokens that are not cached for it."""
-        start, usage = self.lengths[tier], self.usage[tier]
-        # Until the pass is through, nothing from `start` on can be relied on.
-        self.lengths.truncate(start)
-        begun = perf_counter()
-        found = self._buffers.forward(tier, sequence[start:end], start, rows)
-        usage.seconds += perf_counter() - begun
-        usage.calls += 1
-        usage.tokens += end - start
-        self.lengths.wrote(tier, end)
-        return found

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from via_sd.contract.graphs import FULL
 from via_sd.runtime.decoding.cache import SequenceCache
+
+_LARGEST = 257  # of the sizes in `StepCost.table`, one more
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,11 @@ class StepCost:
         """What one more token costs in a long pass."""
         first, last = min(self.measured), max(self.measured)
         return max(0.0, self.measured[last] - self.measured[first]) / (last - first)
+
+    @cached_property
+    def table(self) -> list[float]:
+        """The cost of every number of tokens that a pass of decoding may have; 0 has none."""
+        return [0.0, *(self(tokens) for tokens in range(1, _LARGEST))]
 
     def __call__(self, tokens: int) -> float:
         sizes = sorted(self.measured)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from via_sd.contract.graphs import FULL
@@ -10,6 +10,7 @@ from via_sd.runtime.decoding.block_length import AdaptiveGamma
 from via_sd.runtime.decoding.cache import SequenceCache
 from via_sd.runtime.decoding.cost_model import CostModel
 from via_sd.runtime.decoding.drafters import Draft, Drafter
+from via_sd.runtime.decoding.passes import ALONE, Beside, Passes
 from via_sd.runtime.decoding.random_stream import Purpose, RandomStream
 from via_sd.runtime.decoding.router import Routing
 from via_sd.runtime.decoding.sampling import Processor, draw
@@ -88,27 +89,18 @@ class Run:
 
     # -- forward passes ------------------------------------------------------------------------------------------------
 
-    def forward(self, tier: str, sequence: Sequence[int], rows: int) -> Sequence[Row]:
+    def forward(self, tier: str, sequence: Sequence[int], rows: int) -> Passes[Sequence[Row]]:
         """A pass of a verifier tier; see `SequenceCache.forward`."""
         self.random.attempt += 1
         return self.cache.forward(tier, sequence, rows)
 
-    def prefill(self, *, drafting: bool = True) -> Iterator[None]:
-        """The first round: feed the prompt to the full verifier, emit its first token, let the drafter read.
-
-        Yields behind every chunk of a long prompt, and behind the round.
-        """
-        tokens, usage, seconds = self.state.tokens, self.cache.usage[FULL], self.counters.seconds
-        for _ in self.cache.chunks(FULL, tokens, 1):
-            seconds["prefill"] = usage.seconds
-            yield
-        row = self.forward(FULL, tokens, 1)[0]
-        seconds["prefill"] = usage.seconds
+    def prefill(self) -> Passes[None]:
+        """The first round: feed the prompt to the full verifier and emit its first token."""
+        tokens = self.state.tokens
+        (row,) = yield from self.forward(FULL, tokens, 1)
         self.emit(Item(self.sample(row, tokens, Purpose.FULL_TOKEN), "full"), row)
         self.end_round()
-        yield
-        if drafting and not self.state.done:
-            yield from self.drafter.read(tokens)
+        yield None
 
     @property
     def lag(self) -> int:
@@ -117,10 +109,15 @@ class Run:
 
     # -- drafts --------------------------------------------------------------------------------------------------------
 
-    def propose(self, pending: Sequence[int] = ()) -> tuple[Draft, int]:
-        """A draft to follow the sequence and what is `pending`, and the situation it was made in."""
-        situation, room = self.situation(pending)
-        return self.draft(pending, self.gamma.choose(situation, room, self.drafter.cost)), situation
+    def propose(self, beside: Beside = ALONE) -> Passes[tuple[Draft, int]]:
+        """A draft to follow the sequence, and the situation it was made in.
+
+        Args:
+            beside: who shares the passes that judge it, where the text does not depend on how long the draft is.
+        """
+        situation, room = self.situation()
+        draft = yield from self.draft((), self.gamma.choose(situation, room, self.drafter.cost, beside))
+        return draft, situation
 
     def situation(self, pending: Sequence[int] = ()) -> tuple[int, int]:
         """The drafter's situation behind what is `pending` (0: nothing to propose), and how many tokens fit there."""
@@ -129,9 +126,11 @@ class Run:
         room = max(0, min(self.state.remaining - len(pending) - 1, self.options.capacity - length))
         return self.drafter.expectation([*self.state.tokens, *pending]) if room else 0, room
 
-    def draft(self, pending: Sequence[int], length: int) -> Draft:
+    def draft(self, pending: Sequence[int], length: int) -> Passes[Draft]:
         """A draft of at most `length` tokens to follow the sequence and what is `pending`."""
-        draft = self.drafter.propose([*self.state.tokens, *pending], length) if length > 0 else Draft()
+        draft = Draft()
+        if length > 0:
+            draft = yield from self.drafter.propose([*self.state.tokens, *pending], length)
         self.counters.drafted += len(draft.tokens)
         self.counters.draft_rounds += bool(draft.tokens)
         return draft
@@ -194,6 +193,8 @@ class Run:
         """Drop the KV of rejected tokens and count the round."""
         self.truncate(len(self.state.tokens))
         self.counters.rounds += 1
+        if self.counters.rounds == 1:
+            self.counters.seconds["prefill"] = self.cache.usage[FULL].seconds
 
     def truncate(self, length: int) -> None:
         """Cut all caches back to a sequence of `length` tokens, of which the last is not fed yet."""
@@ -203,6 +204,8 @@ class Run:
     def stop_clock(self) -> None:
         """Read the engines' meters: the text is complete."""
         counters, usage = self.counters, self.cache.usage
+        if counters.rounds == 0:  # the prompt was not read to its end
+            counters.seconds["prefill"] = usage[FULL].seconds
         counters.full_calls, counters.full_tokens = usage[FULL].calls, usage[FULL].tokens
         counters.seconds["full"] = usage[FULL].seconds - counters.seconds["prefill"]
         if self.options.slim != FULL:

@@ -48,6 +48,7 @@ class Times:
     Attributes:
         prefill: forward passes of the full verifier over the prompt.
         draft, slim, full: forward passes of each tier after that.
+        wait: passes of other sequences, which this one did not share.
         host: everything outside the engines.
         total: all of it, without what the reader of a stream took between chunks.
     """
@@ -56,6 +57,7 @@ class Times:
     draft: float
     slim: float
     full: float
+    wait: float
     host: float
     total: float
 
@@ -140,7 +142,9 @@ class Counters:
     judged_at: list[int] = field(default_factory=list)
     kept_at: list[int] = field(default_factory=list)
     tier_counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOKEN_TIERS, 0))
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("prefill", "draft", "slim", "full"), 0.0))
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("prefill", "draft", "slim", "full", "wait"), 0.0)
+    )
     started: float = field(default_factory=perf_counter)
     first_token_at: float | None = None
     ended: float | None = None

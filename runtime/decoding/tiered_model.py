@@ -87,6 +87,7 @@ class TieredModel:
         seed: int,
         stop_tokens: frozenset[int],
         on_token: Callable[[int, str, Row], bool],
+        wait: bool = True,
     ) -> Iterator[Run]:
         """A sequence that begins with `prompt`, ready for a mode to decode it; it has a KV slot until the end.
 
@@ -95,12 +96,13 @@ class TieredModel:
             router: judges slim's rows in mode `routed`.
             seed: keys the random stream.
             on_token: see `Run`.
+            wait: for a slot, as long as `slot_timeout` says; otherwise take one that is free now.
 
         Raises:
             BusyError: no slot came free in time.
         """
         counters = Counters(config.mode)
-        with self.caches(prompt) as caches:
+        with self.caches(prompt, wait=wait) as caches:
             counters.reused_prefix = caches.reused
             processor = Processor(config)
             yield Run(
@@ -117,11 +119,11 @@ class TieredModel:
             )
 
     @contextmanager
-    def caches(self, prompt: Sequence[int]) -> Iterator[SequenceCaches]:
+    def caches(self, prompt: Sequence[int], *, wait: bool = True) -> Iterator[SequenceCaches]:
         """KV of one sequence, in slots that are given back with the tokens whose KV they hold."""
         tokens = list(prompt)
         with ExitStack() as stack:
-            slot, reused = stack.enter_context(self._slots.lease(prompt, self.slot_timeout))
+            slot, reused = stack.enter_context(self._slots.lease(prompt, self.slot_timeout if wait else 0.0))
             caches = SequenceCaches(tokens, reused, SequenceCache(slot.buffers, self.verifier, reused))
             held = [(slot, caches.verifier)]
             if self._drafter_slots is not None and self.drafter is not None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from tokenizers import Tokenizer
 
 from via_sd.contract.generation_options import GenerationConfig
 from via_sd.contract.manifest import TOKENIZER_FILE, Bundle, load_bundle
 from via_sd.errors import BundleError, RequestError
+from via_sd.runtime.batching.batch import PassTotals
+from via_sd.runtime.batching.shared import SharedBatch
 from via_sd.runtime.decoding.default_costs import PRECISIONS
 from via_sd.runtime.decoding.router import Router
 from via_sd.runtime.decoding.tiered_model import TieredModel
@@ -22,16 +25,17 @@ from via_sd.runtime.generation.completion import Completion
 from via_sd.runtime.generation.output import Output
 from via_sd.runtime.generation.policy import Policy
 from via_sd.runtime.generation.policy_file import find_policy, read_policy
-from via_sd.runtime.generation.prompts import PROMPT_OPTIONS, Prompt, PromptEncoder, PromptOptions
+from via_sd.runtime.generation.prompts import PROMPT_OPTIONS, Prompt, PromptEncoder, PromptOptions, are_several
 from via_sd.runtime.generation.resolve import costs_of, resolve, router_for
-from via_sd.runtime.generation.stream import CompletionStream
+from via_sd.runtime.generation.stream import CompletionStream, finish_all
 from via_sd.runtime.generation.text import Detokenizer
 
 
 class Pipeline:
     """A loaded bundle.
 
-    Thread-safe: every sequence runs in a KV slot of its own, and gives the same output as it would alone.
+    Thread-safe: every sequence runs in a KV slot of its own, and gives the same output as it would alone. Sequences
+    that are decoded at the same time share forward passes.
     """
 
     #: What decodes.
@@ -59,6 +63,7 @@ class Pipeline:
             verifier.max_seq_len,
         )
         self.eos_token_ids = frozenset(int(token) for token in bundle.manifest["tokenizer"]["eos_token_ids"])
+        self._batch = SharedBatch()
         self.model = self.model_class(
             verifier,
             drafter,
@@ -80,6 +85,7 @@ class Pipeline:
         max_sequences: int = 8,
         retained_slots: int = 2,
         slot_timeout: float | None = None,
+        deterministic: bool = False,
         verify: bool = True,
         trust_engines: bool = False,
         policy: str | Path | bool = True,
@@ -93,6 +99,8 @@ class Pipeline:
             retained_slots: KV buffers kept when idle, so that a prompt that begins like a finished one skips that
                 much prefill.
             slot_timeout: seconds a request waits for a slot before `BusyError`; None waits for as long as it takes.
+            deterministic: give every text bit for bit, whatever its mode and whatever runs beside it: no kernel is used
+                whose roundings depend on the number of tokens in a pass.
             verify: compare the hash of every file with the manifest.
             trust_engines: run TensorRT engines that were not built on this machine.
             policy: take what `calibrate` left in the bundle for this machine, backend and number of threads, if it was
@@ -112,7 +120,15 @@ class Pipeline:
             found = find_policy(bundle, backend, threads)
         elif policy:
             found = read_policy(Path(policy), bundle, backend)
-        engine, drafter = open_engines(bundle, backend, threads=threads, trust_engines=trust_engines, verify=verify)
+        engine, drafter = open_engines(
+            bundle,
+            backend,
+            threads=threads,
+            slots=max_sequences + retained_slots,
+            deterministic=deterministic,
+            trust_engines=trust_engines,
+            verify=verify,
+        )
         return cls(
             bundle,
             engine,
@@ -142,8 +158,14 @@ class Pipeline:
         """Whether texts and conversations go through a chat template of the model's own."""
         return self._prompts.has_chat_template
 
+    @property
+    def passes(self) -> PassTotals:
+        """Forward passes of decoding so far, the sequences and tokens in them, and the seconds they took."""
+        return self._batch.batch.totals
+
     # -- generation --------------------------------------------------------------------------------------------------
 
+    @overload
     def generate(
         self,
         prompt: Prompt,
@@ -151,17 +173,47 @@ class Pipeline:
         *,
         cancel: threading.Event | None = None,
         **options: Any,
-    ) -> Completion:
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[Prompt],
+        config: GenerationConfig | Sequence[GenerationConfig] | None = None,
+        *,
+        cancel: threading.Event | None = None,
+        **options: Any,
+    ) -> list[Completion]: ...
+
+    def generate(
+        self,
+        prompt: Any,
+        config: Any = None,
+        *,
+        cancel: threading.Event | None = None,
+        **options: Any,
+    ) -> Completion | list[Completion]:
         """Generate to the end; see `stream`.
 
         Args:
+            prompt: one prompt, or a list of them, which are decoded together and whose completions come in their order.
+            config: what is asked for, of a list of prompts a list of as many if they differ.
             options: fields of `GenerationConfig` by name: `mode`, `max_new_tokens`, `temperature`, `seed`, `stop`, …;
                 and of `PromptOptions`: `tools`, `chat_template_kwargs`, `continue_final_message`, …
         """
-        stream = self.stream(prompt, config, cancel=cancel, **options)
-        for _ in stream:
-            pass
-        return stream.completion
+        if not are_several(prompt):
+            stream = self.stream(prompt, config, cancel=cancel, **options)
+            for _ in stream:
+                pass
+            return stream.completion
+        configs = [config] * len(prompt) if config is None or isinstance(config, GenerationConfig) else list(config)
+        if len(configs) != len(prompt):
+            raise RequestError(f"{len(configs)} configs for {len(prompt)} prompts; give one, or one for each")
+        cancel = cancel or threading.Event()
+        streams = [
+            self.stream(each, wanted, cancel=cancel, **options) for each, wanted in zip(prompt, configs, strict=True)
+        ]
+        return finish_all(streams)
 
     def stream(
         self,
@@ -193,7 +245,8 @@ class Pipeline:
         wanted = GenerationConfig(**{**known, **options})
         tokens, config = self.encode(prompt, raw=wanted.raw, **reading), self.resolve(wanted)
         output = Output(self.detokenize, self.eos_token_ids, config)
-        return CompletionStream(self.model, tokens, config, self.router(config), output, cancel or threading.Event())
+        cancel = cancel or threading.Event()
+        return CompletionStream(self.model, self._batch, tokens, config, self.router(config), output, cancel)
 
     def resolve(self, config: GenerationConfig) -> GenerationConfig:
         """`config` with the mode that `auto` means here, and what goes with that where `config` is silent.

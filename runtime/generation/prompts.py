@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeGuard
 
 from tokenizers import Tokenizer
 
@@ -16,6 +16,14 @@ from via_sd.runtime.generation.chat import ControlTokens
 
 #: What can be generated from: a text, a conversation, or token ids.
 Prompt = str | Sequence[Message] | Sequence[int]
+
+
+def are_several(prompt: Any) -> TypeGuard[Sequence[Prompt]]:
+    """Whether `prompt` is a list of prompts: texts, conversations or lists of token ids, not messages or ids."""
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
+        return False
+    return all(isinstance(each, Sequence) for each in prompt)
+
 
 #: The template for conversations with tools, where a model has several.
 _TOOL_USE = "tool_use"

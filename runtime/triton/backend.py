@@ -25,7 +25,7 @@ from via_sd.contract.served_model import (
 from via_sd.errors import RequestError
 from via_sd.runtime import GenerationConfig, Pipeline, load_bundle
 from via_sd.runtime.triton.channel import Channel
-from via_sd.runtime.triton.dispatcher import Dispatcher, Meter
+from via_sd.runtime.triton.dispatcher import Dispatcher, Load, Meter
 from via_sd.runtime.triton.metrics import Metrics, NoMetrics
 from via_sd.runtime.triton.request import Defaults, InvalidRequest, parse_request
 from via_sd.runtime.triton.scheduler import Job, Limits, Outcome, Piece, Reason, RequestFailed, Scheduler, Steps
@@ -54,8 +54,8 @@ class TritonPythonModel:
         self._pipeline = _load_pipeline(folder / parameters.text("bundle", "bundle"), parameters, limits)
         self._defaults = _defaults(parameters, self._pipeline)
         self._dispatcher = Dispatcher(_meter(args, limits), pb_utils.Logger.log_error)
-        self._scheduler = Scheduler(self._dispatcher, limits, workers=parameters.integer("workers", 1))
-        self._dispatcher.start(self._scheduler.cancel, lambda: self._scheduler.load)
+        self._scheduler = Scheduler(self._dispatcher, limits)
+        self._dispatcher.start(self._scheduler.cancel, lambda: Load(*self._scheduler.load, self._pipeline.passes))
 
     def execute(self, requests: list[Any]) -> None:
         """Takes in requests and returns at once; their responses follow from other threads."""
@@ -70,7 +70,7 @@ class TritonPythonModel:
                 prompt, options = channel.request.prompt, channel.request.options
                 stream = self._pipeline.stream(prompt, cancel=job.cancelled, **options)
                 channel.prompt_tokens = stream.prompt_tokens
-                job.steps = _steps(stream)
+                job.steps, job.ready = _steps(stream), stream.ready
             except Exception as error:  # noqa: BLE001 - every request gets an answer
                 self._scheduler.refuse(job, _explain(error))
             else:

@@ -1,8 +1,8 @@
-"""Which sequence takes the next engine step: queue, slots, fair shares, time-outs, cancellation.
+"""From requests to running sequences: queue, slots, turns, time-outs, cancellation.
 
-A sequence is a generator that does one engine step per `next`. Running one step at a time over all active sequences,
-always the one that has had least engine time, keeps a device that one step fills busy without two steps slowing each
-other down, and gives every request an equal share. More than one worker suits a machine with cores to spare.
+A sequence is a generator that goes on to the next thing it has to say per `next`. The active sequences take turns on
+one thread: whoever has something to say is heard first, and where nobody has, the one whose turn is longest ago goes
+on, which runs forward passes that all of them share (`via_sd.runtime.batching`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Job:
         steps: the sequence, not begun: it takes its KV slot with the first step. None for a request that is refused.
         cancelled: set when nobody wants the answer any more; the sequence may look at it between steps.
         timeout: longest time from submission to the end.
-        service: engine time it has had, or was credited with when it came in.
+        ready: whether the next step is there without a forward pass.
+        turn: number of its last step among those of all jobs; 0 before the first.
         first_token: when its first token was there.
     """
 
@@ -83,8 +84,8 @@ class Job:
     submitted: float = 0.0
     started: float | None = None
     first_token: float | None = None
-    service: float = 0.0
-    running: bool = False
+    ready: Callable[[], bool] = lambda: False
+    turn: int = 0
 
     def out_of_time(self, now: float) -> bool:
         """Whether the request has used up the time it was given as a whole."""
@@ -111,26 +112,22 @@ class Limits:
 
 
 class Scheduler:
-    """Runs jobs to their end on `workers` threads; every job ends with exactly one `finished` or `failed`.
+    """Runs jobs to their end on a thread of its own; every job ends with exactly one `finished` or `failed`.
 
-    `clock` tells the time in seconds, for shares and time-outs.
+    `clock` tells the time in seconds, for time-outs.
     """
 
-    def __init__(
-        self, sink: Sink, limits: Limits, workers: int = 1, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, sink: Sink, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self._sink = sink
         self._limits = limits
         self._clock = clock
         self._waiting: deque[Job] = deque()
         self._active: list[Job] = []
         self._changed = threading.Condition()
-        self._numbers = 0
-        self._floor = 0.0
+        self._numbers = self._turns = 0
         self._closed = False
-        self._workers = [threading.Thread(target=self._work, name=f"steps-{n}", daemon=True) for n in range(workers)]
-        for worker in self._workers:
-            worker.start()
+        self._thread = threading.Thread(target=self._work, name="steps", daemon=True)
+        self._thread.start()
 
     def submit(self, job: Job) -> None:
         """Takes a job, or fails it at once if the queue is full."""
@@ -164,12 +161,11 @@ class Scheduler:
             self._changed.notify()
 
     def close(self) -> None:
-        """Fails whatever is left and ends the threads."""
+        """Fails whatever is left and ends the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for worker in self._workers:
-            worker.join()
+        self._thread.join()
 
     @property
     def load(self) -> tuple[int, int]:
@@ -180,13 +176,10 @@ class Scheduler:
     def _work(self) -> None:
         while (job := self._next()) is not None:
             deliver = self._step(job)
-            with self._changed:
-                job.running = False
-                if deliver is not None:
-                    self._active.remove(job)
-                self._changed.notify()
-            # Only now does the client hear of it: a request it sends in answer finds the slot free.
             if deliver is not None:
+                with self._changed:
+                    self._active.remove(job)
+                # Only now does the client hear of it: a request it sends in answer finds the slot free.
                 deliver()
 
     def _next(self) -> Job | None:
@@ -197,14 +190,12 @@ class Scheduler:
                 self._sift(now)
                 while self._waiting and len(self._active) < self._limits.slots:
                     job = self._waiting.popleft()
-                    # A newcomer starts level with whoever has had least: it neither waits for them nor holds them up.
-                    job.started, job.service = now, self._floor
+                    job.started = now
                     self._active.append(job)
-                ready = [job for job in self._active if not job.running]
-                if ready:
-                    job = min(ready, key=lambda each: (each.service, each.number))
-                    job.running = True
-                    self._floor = max(self._floor, job.service)
+                if self._active:
+                    job = min(self._active, key=lambda each: (not each.ready(), each.turn, each.number))
+                    self._turns += 1
+                    job.turn = self._turns
                     return job
                 if self._closed:
                     return None
@@ -259,7 +250,6 @@ class Scheduler:
             broken = RequestFailed(Reason.INTERNAL, f"{type(error).__name__}: {error}")
             return partial(self._sink.failed, job, broken)
         now = self._clock()
-        job.service += now - begun
         if piece.tokens and job.first_token is None:
             job.first_token = now
         self._sink.stepped(job, piece)

@@ -14,6 +14,7 @@ from tests.support.table_engine import TableEngine
 from via_sd.contract.graphs import FULL
 from via_sd.runtime import Bundle, Pipeline
 from via_sd.runtime.decoding.drafters import Draft, Drafter
+from via_sd.runtime.decoding.passes import Passes
 from via_sd.runtime.decoding.sampling import Processor
 from via_sd.runtime.decoding.tiered_model import SequenceCaches, TieredModel
 from via_sd.runtime.engines.protocol import Engine
@@ -29,8 +30,8 @@ class WatchedModel(TieredModel):
     replacement: NewDrafter | None = None
 
     @contextmanager
-    def caches(self, prompt: Sequence[int]) -> Iterator[SequenceCaches]:
-        with super().caches(prompt) as caches:
+    def caches(self, prompt: Sequence[int], *, wait: bool = True) -> Iterator[SequenceCaches]:
+        with super().caches(prompt, wait=wait) as caches:
             self.current = caches
             yield caches
 
@@ -130,16 +131,14 @@ class AdversarialDrafter:
         self._vocab_size, self._right, self._sampled = vocab_size, right, sampled
         self._rng = np.random.default_rng(seed)
 
-    def read(self, sequence: Sequence[int]) -> Iterator[None]:
-        return iter(())
-
     def expectation(self, sequence: Sequence[int]) -> int:
         return 1
 
     def truncate(self, length: int) -> None:
         """It keeps nothing."""
 
-    def propose(self, sequence: Sequence[int], limit: int) -> Draft:
+    def propose(self, sequence: Sequence[int], limit: int) -> Passes[Draft]:
+        yield from ()
         tokens: list[int] = []
         distributions: list[np.ndarray | None] = []
         # The block's length is chosen before any of its tokens is drawn.
@@ -167,15 +166,13 @@ class ScriptedDrafter:
     def __init__(self, *blocks: Sequence[int]) -> None:
         self._blocks = list(blocks)
 
-    def read(self, sequence: Sequence[int]) -> Iterator[None]:
-        return iter(())
-
     def expectation(self, sequence: Sequence[int]) -> int:
         return 1
 
     def truncate(self, length: int) -> None:
         """It keeps nothing."""
 
-    def propose(self, sequence: Sequence[int], limit: int) -> Draft:
+    def propose(self, sequence: Sequence[int], limit: int) -> Passes[Draft]:
+        yield from ()
         block = list(self._blocks.pop(0)[:limit]) if self._blocks else []
         return Draft(block, [None] * len(block))

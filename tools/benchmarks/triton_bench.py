@@ -209,13 +209,12 @@ def main(
     repeats: Annotated[int, typer.Option(help="times each prompt is asked")] = 5,
     mode: Annotated[str, typer.Option(help="decoding mode")] = "plain",
     threads: Annotated[int | None, typer.Option(help="threads of one engine step")] = None,
-    workers: Annotated[int, typer.Option(help="engine steps at once")] = 1,
     concurrency: Annotated[list[int] | None, typer.Option(help="clients at once, beside one; 4 if not given")] = None,
     output: Annotated[Path | None, typer.Option("--json", help="file for the figures as JSON")] = None,
 ) -> None:
     """Measure what serving BUNDLE through Triton costs over using it as a library."""
     others = tuple(concurrency or (4,))
-    options = ServingOptions(threads=threads, workers=workers, slots=max(8, *others))
+    options = ServingOptions(threads=threads, slots=max(8, *others))
     result = bench(bundle, tokens=tokens, repeats=repeats, concurrencies=others, mode=mode, options=options)
     console = Console()
     overheads = result["overhead"]

@@ -137,7 +137,7 @@ def read_prompt(
     }
     if messages is not None:
         conversation = _read_json(messages, "--messages")
-        if not isinstance(conversation, list):
+        if not isinstance(conversation, list) or not all(isinstance(message, dict) for message in conversation):
             raise CommandError(f'--messages {messages}: wanted a list, [{{"role": "user", "content": "…"}}, …]')
     else:
         text = _read(prompt_file, "--prompt-file") if prompt_file else prompt or ""

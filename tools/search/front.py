@@ -197,5 +197,5 @@ def _lookup(texts: Sequence[ScoringText], vocab_size: int) -> LookupDistribution
     for text in texts:
         lookup = NgramDrafter()
         for end in range(text.start + 1, len(text.tokens) + 1):
-            proposals += lookup.propose(text.tokens[:end], 1).tokens or [-1]
+            proposals += lookup.lookup(text.tokens[:end], 1).tokens or [-1]
     return LookupDistributions(np.array(proposals, np.int64), vocab_size)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from via_sd.runtime.decoding.cache import SequenceCache
 from via_sd.runtime.decoding.drafters.protocol import Draft
+from via_sd.runtime.decoding.passes import Passes
 from via_sd.runtime.decoding.random_stream import Purpose, RandomStream
 from via_sd.runtime.decoding.sampling import Processor, draw
 from via_sd.runtime.engines.rows import HostRow, Row
@@ -58,18 +59,14 @@ class ModelDrafter:
     def calls(self) -> int:
         return self._cache.usage[self._tier].calls
 
-    def read(self, sequence: Sequence[int]) -> Iterator[None]:
-        """See `Drafter.read`."""
-        if len(sequence) <= self._capacity:
-            yield from self._cache.chunks(self._tier, sequence, 1)
-
-    def propose(self, sequence: Sequence[int], limit: int) -> Draft:
+    def propose(self, sequence: Sequence[int], limit: int) -> Passes[Draft]:
         """See `Drafter.propose`."""
         tokens: list[int] = []
         distributions: list[np.ndarray | None] = []
         context = list(sequence)
         while len(tokens) < limit and len(context) <= self._capacity:
-            row = self._real(self._cache.forward(self._tier, context, 1)[0])
+            (row,) = yield from self._cache.forward(self._tier, context, 1)
+            row = self._real(row)
             if tokens and 1 / row.sum_exp() < self._threshold:
                 break
             if self._processor.greedy:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from via_sd.runtime.decoding.drafters.protocol import Draft
+from via_sd.runtime.decoding.passes import Passes
 
 
 class NgramDrafter:
@@ -23,8 +24,13 @@ class NgramDrafter:
         self._after: dict[tuple[int, ...], int] = {}
         self._undo: list[list[tuple[tuple[int, ...], int | None]]] = []
 
-    def propose(self, sequence: Sequence[int], limit: int) -> Draft:
-        """See `Drafter.propose`; a copy that reaches the end of the sequence goes on with what it has copied."""
+    def propose(self, sequence: Sequence[int], limit: int) -> Passes[Draft]:
+        """See `Drafter.propose`."""
+        yield from ()  # no pass is needed
+        return self.lookup(sequence, limit)
+
+    def lookup(self, sequence: Sequence[int], limit: int) -> Draft:
+        """At most `limit` tokens; a copy that reaches the end of the sequence goes on with what it has copied."""
         self._synchronise(sequence)
         _, at = self._match()
         if at is None or limit <= 0:
@@ -35,10 +41,6 @@ class NgramDrafter:
         while len(tokens) < limit:
             tokens.append(tokens[at + len(tokens) - length])
         return Draft(tokens, [None] * len(tokens))
-
-    def read(self, sequence: Sequence[int]) -> Iterator[None]:
-        """Nothing to yield for: an index is made in no time."""
-        return iter(())
 
     def expectation(self, sequence: Sequence[int]) -> int:
         """Length of the match a proposal would rest on; 0 if there is none."""

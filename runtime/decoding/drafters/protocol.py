@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+
+from via_sd.runtime.decoding.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,8 @@ class Drafter(Protocol):
     #: Relative cost of drafting one token, in plain steps of the full verifier.
     cost: float
 
-    def propose(self, sequence: Sequence[int], limit: int) -> Draft:
+    def propose(self, sequence: Sequence[int], limit: int) -> Passes[Draft]:
         """At most `limit` tokens to follow `sequence` (which may have been rolled back since the last call)."""
-        ...
-
-    def read(self, sequence: Sequence[int]) -> Iterator[None]:
-        """Read a prompt before the first proposal, yielding behind every chunk of a long one."""
         ...
 
     def expectation(self, sequence: Sequence[int]) -> int:

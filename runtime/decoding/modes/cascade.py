@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from itertools import repeat
 
 from via_sd.contract.graphs import FULL
 from via_sd.runtime.decoding.drafters import Draft
+from via_sd.runtime.decoding.passes import Passes
 from via_sd.runtime.decoding.planner import CascadePlanner, Pass
 from via_sd.runtime.decoding.random_stream import Purpose
 from via_sd.runtime.decoding.run import Item, Run
 
 
-def cascade(run: Run) -> Generator[None, None, None]:
+def cascade(run: Run) -> Passes[None]:
     """Slim writes and verifies tokens for as long as that pays, then a full pass tests all of them.
 
     The tokens of the slim passes follow slim's distribution, whatever was drafted, so the full verifier tests them
@@ -22,12 +22,12 @@ def cascade(run: Run) -> Generator[None, None, None]:
     yield from run.prefill()
     planner = CascadePlanner(run.options.costs, run.gamma.acceptance)
     while not run.state.done:
-        _round(run, planner)
+        yield from _round(run, planner)
         run.end_round()
-        yield
+        yield None
 
 
-def _round(run: Run, planner: CascadePlanner) -> None:
+def _round(run: Run, planner: CascadePlanner) -> Passes[None]:
     """Slim passes as the planner wants them, then the full pass that ends the round."""
     tokens, slim = run.state.tokens, run.options.slim
     items: list[Item] = []
@@ -36,8 +36,8 @@ def _round(run: Run, planner: CascadePlanner) -> None:
     planner.begin(situation)
     while (step := planner.choose(situation, room)).slim:
         context = [*tokens, *pending.tokens]
-        draft = run.draft(pending.tokens, _draft_length(run, step, situation, room))
-        rows = run.forward(slim, [*context, *draft.tokens], len(draft.tokens) + 1)
+        draft = yield from run.draft(pending.tokens, _draft_length(run, step, situation, room))
+        rows = yield from run.forward(slim, [*context, *draft.tokens], len(draft.tokens) + 1)
         verdict = run.test(rows, draft, context, Purpose.SLIM_TEST, Purpose.SLIM_TOKEN)
         run.learn(situation, draft, verdict.kept)
         planner.wrote([row.margin() for row in rows[: verdict.kept + 1]])
@@ -50,9 +50,9 @@ def _round(run: Run, planner: CascadePlanner) -> None:
         situation, room = run.situation(pending.tokens)
         if run.options.stop_tokens.intersection(pending.tokens):
             situation = room = 0
-    draft = run.draft(pending.tokens, _draft_length(run, step, situation, room))
+    draft = yield from run.draft(pending.tokens, _draft_length(run, step, situation, room))
     proposal = Draft([*pending.tokens, *draft.tokens], [*pending.distributions, *draft.distributions])
-    rows = run.forward(FULL, [*tokens, *proposal.tokens], len(proposal.tokens) + 1)
+    rows = yield from run.forward(FULL, [*tokens, *proposal.tokens], len(proposal.tokens) + 1)
     verdict = run.test(rows, proposal, tokens, Purpose.FULL_TEST, Purpose.FULL_TOKEN)
     planner.judged(min(verdict.kept, len(items)))
     if verdict.kept >= len(items):

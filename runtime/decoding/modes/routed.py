@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-
 from via_sd.runtime.decoding.audit import Audit
 from via_sd.runtime.decoding.cost_model import RoundCost
 from via_sd.runtime.decoding.drafters import Draft
+from via_sd.runtime.decoding.passes import Passes
 from via_sd.runtime.decoding.random_stream import Purpose
 from via_sd.runtime.decoding.round_policy import FULL_ONLY, SLIM_FIRST, RoundPolicy, routed_policy
 from via_sd.runtime.decoding.router import Route
 from via_sd.runtime.decoding.run import Item, Run
 
 
-def routed(run: Run) -> Generator[None, None, None]:
+def routed(run: Run) -> Passes[None]:
     """Some tokens are accepted by the slim-verifier alone.
 
     After one slim pass the router accepts drafted tokens, lets slim write its own, or escalates; the full verifier
@@ -25,9 +24,12 @@ def routed(run: Run) -> Generator[None, None, None]:
     while not run.state.done:
         before = len(run.state.tokens)
         spent = RoundCost(run.cache, costs.full, before)
-        draft, situation = run.propose()
+        draft, situation = yield from run.propose()
         way = _way(run, policy, draft)
-        kept = _slim_first(run, draft, audit) if way == SLIM_FIRST else audit.escalate(draft)
+        if way == SLIM_FIRST:
+            kept = yield from _slim_first(run, draft, audit)
+        else:
+            kept = yield from audit.escalate(draft)
         run.learn(situation, draft, kept)
         emitted = len(run.state.tokens) - before
         cost = spent.of_full(emitted)
@@ -35,9 +37,9 @@ def routed(run: Run) -> Generator[None, None, None]:
             cost += costs.slim(len(draft.tokens) + 1)
         policy.learn(way, emitted, cost)
         run.end_round()
-        yield
+        yield None
     if run.routing.audit_tail:
-        audit.tail()
+        yield from audit.tail()
 
 
 def _way(run: Run, policy: RoundPolicy, draft: Draft) -> str:
@@ -49,16 +51,17 @@ def _way(run: Run, policy: RoundPolicy, draft: Draft) -> str:
     return SLIM_FIRST if routing.slim_always_first else policy.choose()
 
 
-def _slim_first(run: Run, draft: Draft, audit: Audit) -> int:
+def _slim_first(run: Run, draft: Draft, audit: Audit) -> Passes[int]:
     """One slim pass and what the router makes of it; the number of drafted tokens that were accepted."""
     tokens, router, tightening = run.state.tokens, run.routing.router, run.routing.guard.tightening
-    rows = run.forward(run.options.slim, [*tokens, *draft.tokens], len(draft.tokens) + 1)
+    rows = yield from run.forward(run.options.slim, [*tokens, *draft.tokens], len(draft.tokens) + 1)
     for j, token in enumerate(draft.tokens):
         row = rows[j]
         route = router.route(row, token, tightening)
         if route is Route.ESCALATE:
             run.counters.escalations += 1
-            return j + audit.escalate(Draft(draft.tokens[j:], draft.distributions[j:]), row)
+            rest = Draft(draft.tokens[j:], draft.distributions[j:])
+            return j + (yield from audit.escalate(rest, row))
         if route is Route.REGENERATE:
             audit.let_through(Item(run.sample(row, tokens, Purpose.SLIM_TOKEN), "slim", replaced=True), row)
             return j
@@ -69,5 +72,5 @@ def _slim_first(run: Run, draft: Draft, audit: Audit) -> int:
         audit.let_through(Item(run.sample(last, tokens, Purpose.SLIM_TOKEN), "slim"), last)
     elif not draft.tokens:
         run.counters.escalations += 1
-        audit.escalate(draft, last)
+        yield from audit.escalate(draft, last)
     return len(draft.tokens)

@@ -78,7 +78,7 @@ def test_engines_are_copied_for_a_backend_that_runs_them(backend, wanted, bundle
 def test_options_become_parameters_and_placement(bundle: Path, tmp_path: Path) -> None:
     options = ServingOptions(
         defaults={"mode": "routed", "max_divergence": "0.02"}, backend="tensorrt", trust_engines=True, slots=3,
-        workers=2, threads=5, queue=0, queue_timeout=1.5, apply_chat_template=True, instances=2, gpus=(0, 3),
+        threads=5, queue=0, queue_timeout=1.5, apply_chat_template=True, instances=2, gpus=(0, 3),
         environment="/opt/env",
     )  # fmt: skip
     config = config_of(write_repository(bundle, tmp_path, options=options, copy=False))
@@ -90,7 +90,6 @@ def test_options_become_parameters_and_placement(bundle: Path, tmp_path: Path) -
         "backend": "tensorrt",
         "trust_engines": "true",
         "slots": "3",
-        "workers": "2",
         "threads": "5",
         "queue": "0",
         "queue_timeout": "1.5",
@@ -99,7 +98,7 @@ def test_options_become_parameters_and_placement(bundle: Path, tmp_path: Path) -
         **written,
     }
     plain = parameters(config_of(write_repository(bundle, tmp_path, name="plain", copy=False)))
-    assert plain == {"bundle": str(bundle.resolve()), "slots": "4", "workers": "1", "queue": "128", **written}
+    assert plain == {"bundle": str(bundle.resolve()), "slots": "4", "queue": "128", **written}
     (group,) = config.instance_group
     assert (group.count, list(group.gpus), group.kind) == (2, [0, 3], group.KIND_GPU)
 

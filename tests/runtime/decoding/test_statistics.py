@@ -22,7 +22,7 @@ def test_the_json_of_the_statistics_has_these_keys_in_this_order() -> None:
     ]  # fmt: skip
     assert data["tier_counts"] == {"draft": 0, "slim": 0, "full": 1}
     assert data["divergence"] == {"checked": 0, "disagreed": 0.0, "rate": None}
-    assert list(data["time_ms"]) == ["prefill", "draft", "slim", "full", "host", "total"]
+    assert list(data["time_ms"]) == ["prefill", "draft", "slim", "full", "wait", "host", "total"]
 
 
 @pytest.mark.parametrize("kind", [Statistics, Divergence, Times])

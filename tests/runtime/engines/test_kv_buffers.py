@@ -14,7 +14,8 @@ from tests.support.pipelines import WatchedPipeline
 from tests.support.tiny import MAX_SEQ_LEN
 from via_sd.contract.graphs import FULL
 from via_sd.runtime.decoding.cache import SequenceCache
-from via_sd.runtime.engines.protocol import KVBuffers
+from via_sd.runtime.decoding.passes import complete
+from via_sd.runtime.engines.protocol import ReadableKVBuffers
 from via_sd.runtime.engines.rows import logits_of
 
 #: Largest difference float32 rounding makes, as a share of the largest value compared.
@@ -31,10 +32,10 @@ STEPS = st.lists(
 )
 
 
-def contents_of(kv: KVBuffers) -> np.ndarray:
+def contents_of(kv: ReadableKVBuffers) -> np.ndarray:
     """What the buffers hold, [layers, 2, heads, max_seq_len, head_dim]."""
-    buffers: np.ndarray = kv._buffers  # type: ignore[attr-defined]
-    return buffers[:, :, 0]
+    layers = kv._engine.kv["num_layers"]  # type: ignore[attr-defined]
+    return np.stack([kv.keys_values(layer) for layer in range(layers)])
 
 
 def assert_close(found: np.ndarray, wanted: np.ndarray) -> None:
@@ -47,9 +48,9 @@ def check_against_single_steps(pipeline: WatchedPipeline, start: int, steps: lis
     rng = np.random.default_rng(start)
     blocks, singles = (SequenceCache(pipeline.verifier.new_buffers(), pipeline.verifier) for _ in range(2))
     tokens = rng.integers(0, 256, start).tolist()
-    blocks.forward(FULL, tokens, 1)
+    complete(blocks.forward(FULL, tokens, 1))
     for end in range(1, len(tokens) + 1):
-        singles.forward(FULL, tokens[:end], 1)
+        complete(singles.forward(FULL, tokens[:end], 1))
     for action, count in steps:
         if action == "rollback":
             del tokens[max(1, len(tokens) - count) :]
@@ -60,9 +61,11 @@ def check_against_single_steps(pipeline: WatchedPipeline, start: int, steps: lis
         missing = len(tokens) - blocks.lengths[action]
         if missing == 0:
             continue
-        found = logits_of(blocks.forward(action, tokens, missing))
+        found = logits_of(complete(blocks.forward(action, tokens, missing)))
         ends = range(len(tokens) - missing + 1, len(tokens) + 1)
-        assert_close(found, np.concatenate([logits_of(singles.forward(action, tokens[:end], 1)) for end in ends]))
+        assert_close(
+            found, np.concatenate([logits_of(complete(singles.forward(action, tokens[:end], 1))) for end in ends])
+        )
 
 
 def test_a_cached_pass_of_any_tier_equals_single_steps_up_to_the_last_position(
@@ -120,9 +123,9 @@ def _assert_written(pipeline: WatchedPipeline, cache: SequenceCache, tokens: Seq
         assert_close(contents_of(cache._buffers)[region], contents_of(fresh)[region])
 
 
-def _assert_full_kv(engine: Any, cache: SequenceCache, tokens: Sequence[int]) -> KVBuffers:
+def _assert_full_kv(engine: Any, cache: SequenceCache, tokens: Sequence[int]) -> ReadableKVBuffers:
     length = cache.lengths[FULL]
-    fresh: KVBuffers = engine.new_buffers()
+    fresh: ReadableKVBuffers = engine.new_buffers()
     if length == 0:  # plain decoding never asks a drafter
         return fresh
     fresh.forward(FULL, tokens[:length], 0, 1)

@@ -171,7 +171,7 @@ def _check_counts(found: Completion, engine: TableEngine, model: TableEngine, re
         assert stats.checked_by_full == 1
     times = asdict(stats.time_ms)
     assert min(times.values()) >= 0
-    assert sum(times[k] for k in ("prefill", "draft", "slim", "full", "host")) == pytest.approx(
+    assert sum(times[k] for k in ("prefill", "draft", "slim", "full", "wait", "host")) == pytest.approx(
         times["total"], abs=1e-6
     )
     if request["logprobs"] is not None:

@@ -30,8 +30,8 @@ class CountingModel(WatchedModel):
     _lock = threading.Lock()
 
     @contextmanager
-    def caches(self, prompt: Sequence[int]) -> Iterator[SequenceCaches]:
-        with super().caches(prompt) as caches:
+    def caches(self, prompt: Sequence[int], *, wait: bool = True) -> Iterator[SequenceCaches]:
+        with super().caches(prompt, wait=wait) as caches:
             with self._lock:
                 self.held += 1
                 self.most = max(self.most, self.held)
@@ -81,7 +81,7 @@ def run_all(work: Callable[[int], Any]) -> list[Any]:
 def assert_every_slot_is_free(pipeline: Pipeline, prompt: str = "abc") -> None:
     """Exactly `LIMIT` streams can run at once, and afterwards again."""
     for _ in range(2):
-        streams = [pipeline.stream(prompt, raw=True, max_new_tokens=5, mode="plain") for _ in range(LIMIT)]
+        streams = [pipeline.stream(prompt, raw=True, max_new_tokens=100, mode="plain") for _ in range(LIMIT)]
         for stream in streams:
             next(stream)
         with pytest.raises(BusyError, match=f"all {LIMIT} KV slots are in use"):
@@ -99,23 +99,40 @@ def test_a_mixed_load_with_cancellations_and_failures_gives_what_each_request_gi
     alone = table_pipeline(TableEngine(logits, VOCAB), tmp_path, draft_with=model if kind == "model" else kind)
     wanted = [alone.generate(**request(number)) for number in range(REQUESTS)]
 
-    dooms = {number: number % 4 for number in range(REQUESTS) if number % 7 == 3}  # fails in that call of its own
-    doomed, begun = threading.local(), threading.local()
+    dooms = {number: number % 4 for number in range(REQUESTS) if number % 7 == 3}  # fails from that call of its own on
+    doomed = threading.local()  # a sequence takes its buffers on the thread of its reader
+    doom_of: dict[int, tuple[int | None, list[None]]] = {}  # by identity of the buffers: the call, and those so far
 
     def fails(buffers: TableKVBuffers) -> bool:
-        begun.calls = getattr(begun, "calls", 0) + 1
-        return getattr(doomed, "at", None) == begun.calls
+        at, calls = doom_of[id(buffers)]
+        calls.append(None)
+        return at is not None and len(calls) >= at
+
+    class DoomedModel(CountingModel):
+        """Gives both buffers of a sequence the doom of the request."""
+
+        @contextmanager
+        def caches(self, prompt: Sequence[int], *, wait: bool = True) -> Iterator[SequenceCaches]:
+            with super().caches(prompt, wait=wait) as caches:
+                doom: tuple[int | None, list[None]] = (getattr(doomed, "at", None), [])
+                for cache in (caches.verifier, caches.drafter):
+                    if cache is not None:
+                        doom_of[id(cache._buffers)] = doom
+                yield caches
+
+    class DoomedPipeline(CountingPipeline):
+        model_class = DoomedModel
 
     engine = TableEngine(logits, VOCAB, fails=fails)
     model = TableEngine(model.logits, VOCAB, tiers=("full",), fails=fails)
     inner = table_pipeline(engine, tmp_path, draft_with=model if kind == "model" else kind)
-    pipeline = CountingPipeline(
+    pipeline = DoomedPipeline(
         inner.bundle, engine, inner.drafter, max_sequences=LIMIT, retained_slots=3, slot_timeout=None
     )
     cancels = [threading.Event() for _ in range(REQUESTS)]
 
     def work(number: int) -> Completion:
-        begun.calls, doomed.at = 0, 1 + dooms[number] if number in dooms else None
+        doomed.at = 1 + dooms[number] if number in dooms else None
         stream = pipeline.stream(cancel=cancels[number], **request(number))
         for count, _ in enumerate(stream):
             if number % 5 == 0 and count == 4:
@@ -135,7 +152,10 @@ def test_a_mixed_load_with_cancellations_and_failures_gives_what_each_request_gi
             assert result.token_ids == full.token_ids[: len(result.token_ids)]
         else:
             finished += 1
-            assert (result.token_ids, result.tiers, result.text) == (full.token_ids, full.tiers, full.text)
+            assert (result.token_ids, result.text) == (full.token_ids, full.text)
+            # Greedy drafts are as long as pays in the passes they share, so who proposed a token may differ.
+            if not (result.stats.mode == "speculative" and request(number)["temperature"] == 0):
+                assert result.tiers == full.tiers
     assert finished > 35
     assert cancelled > 3
     assert pipeline.model.most == LIMIT

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -75,6 +74,13 @@ def counted(steps: int, gate: threading.Event | None = None, clock: Clock | None
     return Outcome("x" * steps, "stop", 1, STATISTICS)
 
 
+def until(gate: threading.Event) -> Steps:
+    """A sequence of short steps that ends when `gate` opens."""
+    while not gate.wait(0.001):
+        yield Piece("x", 1)
+    return Outcome("x", "stop", 1, STATISTICS)
+
+
 def test_active_sequences_take_turns(record: Record, clock: Clock) -> None:
     gate = threading.Event()
     scheduler = Scheduler(record, Limits(slots=3), clock=clock)
@@ -86,33 +92,38 @@ def test_active_sequences_take_turns(record: Record, clock: Clock) -> None:
     assert record.steps == list("abc" * 50)
 
 
-def test_engine_time_is_shared_not_steps(record: Record, clock: Clock) -> None:
-    """A sequence of long steps does not crowd out one of short steps."""
-    gate = threading.Event()
-    scheduler = Scheduler(record, Limits(slots=2), clock=clock)
-    scheduler.submit(Job("long", counted(4, gate, clock, seconds=10.0)))
-    scheduler.submit(Job("short", counted(30, None, clock)))
-    gate.set()
-    record.end_of("long", "short")
+def test_who_has_something_to_say_is_heard_before_anybody_goes_on(record: Record) -> None:
+    """What a shared pass brought to all is delivered before the next one runs."""
+    passes = 0
+    there = dict.fromkeys("abc", 1)  # messages of the pass that began them
+
+    def steps(name: str) -> Steps:
+        nonlocal passes
+        for _ in range(10):
+            if not there[name]:
+                passes += 1
+                for each in there:
+                    there[each] += 1
+            there[name] -= 1
+            yield Piece("x", 1)
+        return Outcome("x", "stop", 1, STATISTICS)
+
+    scheduler = Scheduler(record, Limits(slots=3))
+    for name in "abc":
+        scheduler.submit(Job(name, steps(name), ready=lambda name=name: there[name] > 0))  # type: ignore[misc]
+    assert record.end_of("a", "b", "c") == ["stop"] * 3
     scheduler.close()
-    turns = "".join("L" if name == "long" else "s" for name in record.steps)
-    # Level after ten short steps, and then it is the older one's turn.
-    assert turns == "L" + "s" * 10 + "L" + "s" * 10 + "L" + "s" * 10 + "L"
+    assert passes == 9
+    assert all(sorted(record.steps[at : at + 3]) == list("abc") for at in range(0, 30, 3))
 
 
-def test_a_newcomer_starts_level_with_who_has_had_least(record: Record, clock: Clock) -> None:
-    """It neither waits until its elders are done nor holds them up until it has caught up."""
-    scheduler = Scheduler(record, Limits(slots=2), clock=clock)
-
-    def elder() -> Iterator[None]:
-        for number in range(20):
-            if number == 10:
-                scheduler.submit(Job("newcomer", counted(5, None, clock)))
-            yield
+def test_a_newcomer_takes_the_next_turn(record: Record) -> None:
+    scheduler = Scheduler(record, Limits(slots=2))
 
     def steps() -> Steps:
-        for _ in elder():
-            clock.now += 1.0
+        for number in range(20):
+            if number == 10:
+                scheduler.submit(Job("newcomer", counted(5)))
             yield Piece("x", 1)
         return Outcome("x", "stop", 1, STATISTICS)
 
@@ -156,8 +167,8 @@ def test_a_queue_of_none_still_lets_a_job_take_a_free_slot(record: Record) -> No
 
 def test_a_job_that_waits_too_long_fails_while_another_runs(record: Record) -> None:
     gate = threading.Event()
-    scheduler = Scheduler(record, Limits(slots=1, queue_timeout=0.02), workers=2)
-    scheduler.submit(Job("runs", counted(2, gate)))
+    scheduler = Scheduler(record, Limits(slots=1, queue_timeout=0.02))
+    scheduler.submit(Job("runs", until(gate)))
     scheduler.submit(Job("waits", counted(2)))
     assert record.end_of("waits") == [Reason.QUEUE_TIMEOUT]
     gate.set()
@@ -196,8 +207,8 @@ def test_a_cancelled_job_takes_no_further_step_and_is_closed_before_the_client_h
 
 def test_a_job_cancelled_while_it_waits_never_begins(record: Record) -> None:
     gate = threading.Event()
-    scheduler = Scheduler(record, Limits(slots=1), workers=2)
-    scheduler.submit(Job("runs", counted(2, gate)))
+    scheduler = Scheduler(record, Limits(slots=1))
+    scheduler.submit(Job("runs", until(gate)))
     waits = Job("waits", counted(2))
     scheduler.submit(waits)
     scheduler.cancel(waits)
@@ -205,7 +216,7 @@ def test_a_job_cancelled_while_it_waits_never_begins(record: Record) -> None:
     gate.set()
     record.end_of("runs")
     scheduler.close()
-    assert record.steps == ["runs", "runs"]
+    assert "waits" not in record.steps
 
 
 def test_a_sequence_that_breaks_leaves_the_others_alone(record: Record) -> None:
@@ -240,18 +251,3 @@ def test_closing_fails_what_is_left_and_refuses_what_comes(record: Record) -> No
     scheduler.close()
     scheduler.submit(Job("late", counted(2)))
     assert record.end_of("runs", "waits", "late") == [Reason.UNLOADED] * 3
-
-
-def test_two_workers_run_two_steps_at_once(record: Record) -> None:
-    both = threading.Barrier(2)
-
-    def meets() -> Steps:
-        both.wait(PATIENCE)
-        yield Piece("x", 1)
-        return Outcome("x", "stop", 1, STATISTICS)
-
-    scheduler = Scheduler(record, Limits(slots=2), workers=2)
-    scheduler.submit(Job("a", meets()))
-    scheduler.submit(Job("b", meets()))
-    assert record.end_of("a", "b") == ["stop", "stop"]
-    scheduler.close()

@@ -1,0 +1,1 @@
+"""Continuous batching: sequences join and leave between forward passes, and share them."""
