@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from via_sd.runtime.batching.batch import PassTotals
 from via_sd.runtime.triton.scheduler import Job, Outcome, Piece, Reason, RequestFailed
 
 #: Seconds between looks at whether the clients of waiting requests are still there. A running one is asked every step,
@@ -46,12 +47,20 @@ class Channel(Protocol):
         ...
 
 
+class Load(NamedTuple):
+    """What an instance is doing: requests with a slot and without, and its forward passes so far."""
+
+    active: int = 0
+    waiting: int = 0
+    passes: PassTotals = PassTotals()
+
+
 class Meter(Protocol):
     """Counts what the dispatcher sees."""
 
     def finished(self, job: Job, outcome: Outcome) -> None: ...
     def failed(self, job: Job, failure: RequestFailed) -> None: ...
-    def load(self, active: int, waiting: int) -> None: ...
+    def load(self, load: Load) -> None: ...
 
 
 @dataclass
@@ -74,11 +83,11 @@ class Dispatcher:
         self._events: queue.SimpleQueue[Callable[[], Job] | None] = queue.SimpleQueue()
         self._live: dict[Job, _Unsent] = {}
         self._cancel: Callable[[Job], None] = lambda job: None
-        self._load: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._load: Callable[[], Load] = Load
         self._thread = threading.Thread(target=self._run, name="dispatcher", daemon=True)
 
-    def start(self, cancel: Callable[[Job], None], load: Callable[[], tuple[int, int]]) -> None:
-        """Begins delivering; `cancel` is told of clients that have gone, `load` gives what the gauges show."""
+    def start(self, cancel: Callable[[Job], None], load: Callable[[], Load]) -> None:
+        """Begins delivering; `cancel` is told of clients that have gone, `load` gives what the meter shows."""
         self._cancel, self._load = cancel, load
         self._thread.start()
 
@@ -126,7 +135,7 @@ class Dispatcher:
 
     def _run(self) -> None:
         polled = asked = shown = 0.0
-        shown_load = (-1, -1)
+        shown_load: Load | None = None
         while True:
             idle = not self._live and self._load() == shown_load
             events = self._wait(None if idle else POLL_SECONDS)
@@ -146,7 +155,7 @@ class Dispatcher:
             load = self._load()
             if load != shown_load and now - shown >= POLL_SECONDS:
                 shown, shown_load = now, load
-                self._meter.load(*load)
+                self._meter.load(load)
 
     def _wait(self, timeout: float | None) -> list[Callable[[], Job] | None]:
         events = []

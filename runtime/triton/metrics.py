@@ -1,16 +1,19 @@
 """The model's own figures on Triton's metrics page.
 
 Counters only grow; a rate or a mean is for the reader to divide, e.g. `via_sd_accepted_tokens_total /
-via_sd_drafted_tokens_total` is the acceptance rate and `via_sd_disagreed_tokens_total / via_sd_audited_tokens_total`
-the divergence. All carry the labels `model`, `version` and `instance`. What was generated for a request that ended
-without an answer is not counted but in `requests_total`.
+via_sd_drafted_tokens_total` is the acceptance rate, `via_sd_disagreed_tokens_total / via_sd_audited_tokens_total` the
+divergence and `via_sd_pass_sequences_total / via_sd_passes_total` the batch size. All carry the labels `model`,
+`version` and `instance`. What was generated for a request that ended without an answer is not counted but in
+`requests_total`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from via_sd.runtime.batching.batch import PassTotals
 from via_sd.runtime.decoding.statistics import TOKEN_TIERS
+from via_sd.runtime.triton.dispatcher import Load
 from via_sd.runtime.triton.scheduler import Job, Outcome, Reason, RequestFailed
 
 PREFIX = "via_sd_"
@@ -24,6 +27,10 @@ COUNTERS = {
     "requests_total": "Requests that have ended, by how",
     "queue_us_total": "Microseconds that requests waited for a KV slot",
     "first_token_us_total": "Microseconds from a request's arrival to its first token",
+    "passes_total": "Forward passes",
+    "pass_sequences_total": "Sequences in forward passes",
+    "pass_tokens_total": "Tokens in forward passes",
+    "pass_us_total": "Microseconds of forward passes",
 }
 GAUGES = {
     "active_requests": "Requests that hold a KV slot",
@@ -47,6 +54,7 @@ class Metrics:
     def __init__(self, pb_utils: Any, labels: dict[str, str], slots: int) -> None:
         family = pb_utils.MetricFamily
         self._labels = labels
+        self._passes = PassTotals()
         self._families = {
             **{name: family(PREFIX + name, text, family.COUNTER) for name, text in COUNTERS.items()},
             **{name: family(PREFIX + name, text, family.GAUGE) for name, text in GAUGES.items()},
@@ -93,10 +101,16 @@ class Metrics:
             self._add("queue_us_total", round(1e6 * (job.started - job.submitted)))
         self._add("requests_total", 1, result=failure.reason.value)
 
-    def load(self, active: int, waiting: int) -> None:
-        """Shows how many requests run and wait."""
-        self._metric("active_requests").set(active)
-        self._metric("waiting_requests").set(waiting)
+    def load(self, load: Load) -> None:
+        """Shows how many requests run and wait, and counts the passes since it was last called."""
+        self._metric("active_requests").set(load.active)
+        self._metric("waiting_requests").set(load.waiting)
+        passes, before = load.passes, self._passes
+        self._add("passes_total", passes.passes - before.passes)
+        self._add("pass_sequences_total", passes.sequences - before.sequences)
+        self._add("pass_tokens_total", passes.tokens - before.tokens)
+        self._add("pass_us_total", round(1e6 * passes.seconds) - round(1e6 * before.seconds))
+        self._passes = passes
 
 
 class NoMetrics:
@@ -104,4 +118,4 @@ class NoMetrics:
 
     def finished(self, job: Job, outcome: Outcome) -> None: ...
     def failed(self, job: Job, failure: RequestFailed) -> None: ...
-    def load(self, active: int, waiting: int) -> None: ...
+    def load(self, load: Load) -> None: ...

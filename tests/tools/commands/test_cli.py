@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 from tests.support.tiny import HIDDEN
 from via_sd.masks import Mask, write_mask
 from via_sd.runtime import Chunk, load_bundle
+from via_sd.runtime.engines.backends import open_engines
 from via_sd.runtime.generation.policy_file import measured_files
 from via_sd.tools.commands.console import out
 from via_sd.tools.commands.main import app
@@ -86,7 +87,7 @@ def test_generate_prints_one_json_object_with_the_agreed_keys(mode, tiny_bundle)
     assert data["prompt_tokens"] > 0
     assert data["stats"]["mode"] == ("speculative" if mode == "auto" else mode)
     assert set(data["stats"]["divergence"]) == {"checked", "disagreed", "rate"}
-    assert set(data["stats"]["time_ms"]) == {"prefill", "draft", "slim", "full", "host", "total"}
+    assert set(data["stats"]["time_ms"]) == {"prefill", "draft", "slim", "full", "wait", "host", "total"}
     assert data["stats"]["tier_counts"] == {t: data["tiers"].count(t) for t in ("draft", "slim", "full")}
 
 
@@ -217,8 +218,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "empty manifest": (lambda b: os.truncate(b / "bundle.json", 0), ["bundle.json is corrupt"]),
     "manifest that is no text": (lambda b: (b / "bundle.json").write_bytes(b"\xff\xfe"), ["bundle.json is corrupt"]),
     "manifest of something else": (_edit_manifest(format="recipe"), ["is not a manifest of format via-sd-bundle"]),
-    "manifest of the future": (_edit_manifest(version=99), ["bundle version 99", "reads 1"]),
-    "manifest without files": (lambda b: (b / "bundle.json").write_text('{"format": "via-sd-bundle", "version": 1}'),
+    "manifest of the future": (_edit_manifest(version=99), ["bundle version 99", "reads 2"]),
+    "manifest without files": (lambda b: (b / "bundle.json").write_text('{"format": "via-sd-bundle", "version": 2}'),
                                ["model is missing"]),
     "missing manifest": (lambda b: (b / "bundle.json").unlink(), ["has no bundle.json"]),
 }  # fmt: skip
@@ -547,6 +548,14 @@ def test_inspect_describes_a_bundle_as_one_json_object(tiny_bundle):
     assert facts["kind"] == "bundle"
     assert facts["model"] == manifest["model"]
     assert facts["bytes"] == {name: (tiny_bundle / name).stat().st_size for name in manifest["files"]}
+    held = sum(
+        engine.new_buffers().keys_values(layer).nbytes
+        for engine in open_engines(load_bundle(tiny_bundle), threads=1)
+        if engine is not None
+        for layer in range(engine.kv["num_layers"])
+    )
+    assert facts["kv_bytes"]["per_sequence"] == held
+    assert facts["kv_bytes"]["per_token"] == held / facts["max_seq_len"]
     assert facts["tiers"]["slim"] == {
         "skip_ratio": pytest.approx(4 / 12),
         "sublayers_in": {"keep": 8, "skip": 4},
