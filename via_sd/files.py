@@ -13,6 +13,8 @@ from typing import Any
 import xxhash
 
 _CHUNK = 1 << 22
+#: Largest JSON file that is taken from elsewhere; the largest tokenizers have about 35 MB.
+JSON_BYTES = 256 << 20
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -82,3 +84,22 @@ def fast_hash(path: Path) -> str:
     for chunk in read_chunks(path):
         digest.update(chunk)
     return digest.hexdigest()
+
+
+def read_json_object(path: Path, failure: type[Exception]) -> dict[str, Any]:
+    """The object in the JSON file `path`, which comes from elsewhere.
+
+    Raises:
+        failure: no regular file (a pipe has no end), one above `JSON_BYTES`, no JSON, or something else than an object.
+    """
+    if not path.is_file():
+        raise failure(f"{path} is {'no regular file' if path.exists() else 'missing'}; wanted a JSON file")
+    if path.stat().st_size > JSON_BYTES:
+        raise failure(f"{path} has {path.stat().st_size} bytes, wanted at most {JSON_BYTES}")
+    try:
+        data = read_json(path)
+    except ValueError as error:  # a number of thousands of digits, too
+        raise failure(f"{path} is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise failure(f"{path} holds {type(data).__name__}, wanted an object")
+    return data

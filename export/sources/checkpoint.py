@@ -6,11 +6,12 @@ A directory with a decoder that another exporter made is opened here too, and re
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
-import io
 import json
 import logging
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,10 +21,16 @@ import numpy as np
 import onnx_ir as ir
 
 from via_sd.errors import ExportError, UnsupportedModelError
+from via_sd.export.failures import one_message
 from via_sd.export.passes.residual import find_sublayers
-from via_sd.export.sources.plain_files import plain_directory
+from via_sd.export.sources.accounting import check_accounts
+from via_sd.export.sources.frontend import build_graph
+from via_sd.export.sources.model_config import CONFIG_FILE, read_raw_config, resolve_config
+from via_sd.export.sources.model_kind import check_kind, check_no_adapter
 from via_sd.export.sources.source_graph import SourceGraph
-from via_sd.files import read_json
+from via_sd.export.sources.weight_files import WeightFiles
+from via_sd.export.sources.reference import load_reference, reference_of
+from via_sd.files import read_json_object
 from via_sd.masks import ModelIdentity
 from via_sd.progress import Progress, no_progress
 
@@ -37,11 +44,12 @@ class Checkpoint:
 
     Attributes:
         model: graph for the CPU provider (GroupQueryAttention, packed QKV), inputs as mobius names them.
-        directory: Hugging Face directory; for a GGUF file the temporary one it was converted to.
-        config: contents of `config.json` (of the text model, for a composite).
+        directory: Hugging Face directory; for a GGUF file a temporary one with its configuration and tokenizer.
+        config: its configuration, with the defaults of its class.
         identity: what masks and bundles call this model by.
         precision: `int8` or `int4` when the weights are quantised already, None when they are float32.
-        source: when another exporter made the graph, the graph as it came; there is then no model for transformers.
+        source: when another exporter made the graph, the graph as it came; there is then no `reference`.
+        reference: loads the model in transformers: float32, eager attention.
     """
 
     model: ir.Model
@@ -50,6 +58,7 @@ class Checkpoint:
     identity: ModelIdentity
     precision: str | None = None
     source: SourceGraph | None = None
+    reference: Callable[[], Any] | None = None
 
 
 def is_onnx_directory(directory: Path) -> bool:
@@ -63,37 +72,90 @@ def is_onnx_directory(directory: Path) -> bool:
 def open_checkpoint(source: str | Path, progress: Progress = no_progress) -> Iterator[Checkpoint]:
     """The checkpoint at `source`: a Hugging Face directory, a GGUF file, a hub id, or a directory with an ONNX decoder.
 
+    What kind of file it is, and that all of it is used, is settled before any work (see `docs/sources.md`).
+
     Raises:
-        ExportError: nothing usable at `source`, or a damaged file.
-        UnsupportedModelError: an architecture that cannot be exported or pruned.
+        ExportError: nothing usable at `source`, a damaged file, or one of which something would be left out.
+        UnsupportedModelError: another kind of model, or an architecture that cannot be exported or pruned.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet())
-        path = Path(source)
-        if path.is_dir() and is_onnx_directory(path):
-            from via_sd.export.sources.onnx_decoder import open_onnx_decoder
+        yield _open(Path(source), str(source), progress, stack)
 
-            progress("reading the graph", None)
-            yield open_onnx_decoder(path)
-            return
-        if path.is_file():
-            if path.suffix == ".onnx":
-                raise ExportError(f"{path} is a graph alone; give the directory with its configuration and tokenizer")
-            from via_sd.export.sources.gguf import gguf_to_directory
 
-            target = Path(stack.enter_context(TemporaryDirectory(prefix="via-sd-gguf-")))
-            progress("reading GGUF", None)
-            gguf_to_directory(path, target)
-            directory = target
-        elif path.is_dir():
-            directory = path
-        else:
-            directory = _download(str(source))
-        config = _read_config(directory)
-        progress("building the graph", None)
-        model = _build(directory, stack.enter_context(plain_directory(directory)))
-        model.graph.name = "decoder"  # instead of where the checkpoint lay
-        yield Checkpoint(model, directory, config, identify(model, config))
+def _open(path: Path, name: str, progress: Progress, stack: contextlib.ExitStack) -> Checkpoint:
+    _check_packages()
+    if path.is_dir() and is_onnx_directory(path):
+        from via_sd.export.sources.onnx_decoder import open_onnx_decoder
+
+        progress("reading the graph", None)
+        with one_message(f"the ONNX decoder in {path} cannot be read"):
+            return open_onnx_decoder(path)
+    if path.is_dir():
+        return _open_directory(path, progress)
+    if path.is_file():
+        if path.suffix == ".onnx":
+            raise ExportError(f"{path} is a graph alone; give the directory with its configuration and tokenizer")
+        return _open_gguf(path, Path(stack.enter_context(TemporaryDirectory(prefix="via-sd-gguf-"))), progress)
+    if path.exists():
+        raise ExportError(f"{path} is neither a directory nor a regular file; wanted {_WANTED}")
+    return _open_directory(_download(name), progress)
+
+
+def _open_directory(directory: Path, progress: Progress) -> Checkpoint:
+    check_no_adapter(directory)
+    if not (directory / CONFIG_FILE).is_file():
+        raise ExportError(f"{directory} has no config.json; wanted {_WANTED}")
+    progress("reading the checkpoint", None)
+    raw = read_raw_config(directory)
+    check_kind(directory, raw)
+    weights = WeightFiles(directory)
+    config = resolve_config(directory, raw, weights)
+    names = check_accounts(directory, weights, config.resolved)
+    notes = config.notes + tuple(f"{name} is not read: no part of the checkpoint" for name in weights.unread)
+    # Tokens that end a text are those the file names: a class's defaults are another model's.
+    ends = {key: raw.get(key) for key in ("eos_token_id", "bos_token_id", "pad_token_id")}
+    tensors = {name: weights[name] for name in names}
+    reference = functools.partial(load_reference, directory)
+    return _checkpoint(directory, config.transformers, ends, tensors, reference, notes, progress)
+
+
+def _open_gguf(path: Path, directory: Path, progress: Progress) -> Checkpoint:
+    from via_sd.export.sources.gguf.model import open_gguf_model
+
+    progress("reading GGUF", None)
+    with one_message(f"{path} cannot be read"):
+        model = open_gguf_model(path, directory)
+        ends = {"eos_token_id": model.config.eos_token_id, "bos_token_id": model.config.bos_token_id}
+        tensors = dict(model.tensors)
+    reference = functools.partial(reference_of, model.config, tensors)
+    return _checkpoint(directory, model.config, ends, tensors, reference, model.notes, progress, name=str(path))
+
+
+def _checkpoint(
+    directory: Path,
+    config: Any,
+    ends: dict[str, Any],
+    tensors: Mapping[str, Any],
+    reference: Callable[[], Any],
+    notes: tuple[str, ...],
+    progress: Progress,
+    name: str = "",
+) -> Checkpoint:
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    progress("building the graph", None)
+    model = build_graph(name or str(directory), config, tensors)
+    model.graph.name = "decoder"  # instead of where the checkpoint lay
+    described = {**config.to_dict(), **ends}
+    return Checkpoint(model, directory, described, identify(model, described), reference=reference)
+
+
+def _check_packages() -> None:
+    try:
+        import mobius  # noqa: F401 - named here rather than where it is first used
+    except ImportError as error:
+        raise ExportError(f"exporting needs more packages ({error}): pip install 'via-sd-export[export]'") from None
 
 
 def identify(model: ir.Model, config: dict[str, Any]) -> ModelIdentity:
@@ -129,60 +191,11 @@ _WANTED = "a Hugging Face model directory, a GGUF file, a hub id, or a directory
 _SHAPE_KEYS = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
-    file = directory / "config.json"
-    if not file.is_file():
-        raise ExportError(f"{directory} has no config.json; wanted {_WANTED}")
-    return read_config(file)
-
-
 def read_config(file: Path) -> dict[str, Any]:
     """The JSON object in `file`; of a composite's configuration, that of its text model."""
-    try:
-        config = read_json(file)
-    except ValueError as error:
-        raise ExportError(f"{file} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ExportError(f"{file} holds {type(config).__name__}, wanted an object")
+    config = read_json_object(file, ExportError)
     text = config.get("text_config")
     return text if isinstance(text, dict) and "hidden_size" in text else config
-
-
-def _build(directory: Path, plain: Path) -> ir.Model:
-    """The graph of the checkpoint in `directory`, read from `plain`, which has the same files."""
-    try:
-        import mobius
-    except ImportError as error:
-        raise ExportError(f"exporting needs more packages ({error}): pip install 'via-sd-export[export]'") from None
-    _check_weights(directory)
-    try:
-        # mobius draws progress bars of its own.
-        with contextlib.redirect_stderr(io.StringIO()):
-            package = mobius.build(str(plain), dtype="f32", execution_provider="cpu")
-    except Exception as error:
-        raise UnsupportedModelError(f"mobius-onnx cannot build {directory}: {type(error).__name__}: {error}") from error
-    if "model" not in package:
-        raise UnsupportedModelError(f"{directory} is not a causal language model (its parts: {', '.join(package)})")
-    model: ir.Model = package["model"]
-    missing = [name for name, value in model.graph.initializers.items() if value.const_value is None]
-    if missing:
-        raise ExportError(f"{directory} lacks weights for {missing[:3]} ({len(missing)} in all)")
-    return model
-
-
-def _check_weights(directory: Path) -> None:
-    """Read every safetensors header: a truncated file is named here, where it can be understood."""
-    from safetensors import SafetensorError, safe_open
-
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ExportError(f"{directory} has no *.safetensors file; convert the checkpoint to safetensors first")
-    for file in files:
-        try:
-            with safe_open(file, framework="np"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise ExportError(f"{file} is damaged ({error}); fetch it again") from None
 
 
 def _download(name: str) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,9 @@ import numpy as np
 
 from via_sd.contract.graphs import KEEP, LOGITS, PRESENT, kv_place, step_arrays
 from via_sd.errors import ExportError
+from via_sd.export.failures import one_message
 from via_sd.export.passes.attention_semantics import semantics_of
 from via_sd.export.sources.source_graph import SourceGraph, run_source
-from via_sd.export.writer.reference import load_reference
 from via_sd.export.writer.stepper import Stepper
 
 #: Largest logit difference allowed in float32, as a share of the largest logit (at least 10).
@@ -61,14 +61,22 @@ def reference_steps(config: Mapping[str, Any], max_seq_len: int) -> list[int]:
     return [min(max([_PREFILL, *(window + 8 for window in windows)]), max_seq_len - sum(steps)), *steps]
 
 
-def reference_logits(checkpoint: Path, max_seq_len: int, config: dict[str, Any]) -> Reference:
-    """Run the checkpoint in transformers (float32, eager attention) as the reference of `check_logits`."""
+def reference_logits(load: Callable[[], Any], max_seq_len: int, config: dict[str, Any]) -> Reference:
+    """Run a model in transformers (float32, eager attention) as the reference of `check_logits`.
+
+    Args:
+        load: returns the model.
+
+    Raises:
+        ExportError: transformers cannot load or run it.
+    """
     import torch
 
     tokens, chunks = _text(config, max_seq_len)
-    model = load_reference(checkpoint)
-    with torch.no_grad():
-        logits = model(torch.from_numpy(tokens[None])).logits[0].numpy()
+    with one_message("transformers cannot run the checkpoint", advice="--no-check exports without the comparison"):
+        model = load()
+        with torch.no_grad():
+            logits = model(torch.from_numpy(tokens[None])).logits[0].numpy()
     return Reference(tokens, chunks, logits, max_seq_len)
 
 

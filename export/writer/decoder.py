@@ -139,7 +139,8 @@ def _reference(source: Checkpoint, max_seq_len: int, progress: Progress) -> Refe
         progress("running the graph as it came", None)
         return source_logits(source.source, max_seq_len, source.config)
     progress("running the checkpoint in transformers", None)
-    return reference_logits(source.directory, max_seq_len, source.config)
+    assert source.reference is not None
+    return reference_logits(source.reference, max_seq_len, source.config)
 
 
 def _measure(

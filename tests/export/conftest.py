@@ -22,6 +22,7 @@ from via_sd.contract.graphs import step_arrays
 from via_sd.export.passes.lower import lower
 from via_sd.export.sources.checkpoint import Checkpoint, open_checkpoint
 from via_sd.export.writer import check
+from via_sd.export.sources.reference import load_reference
 from via_sd.export.writer.weights import save_graph, write_weights
 
 WINDOW = 32
@@ -236,7 +237,7 @@ def lowered(checkpoint_of: Callable[[str], Path]) -> Callable[[str], Checkpoint]
 @pytest.fixture(scope="session")
 def llama_reference(checkpoint_of: Callable[[str], Path], lowered: Callable[[str], Checkpoint]) -> check.Reference:
     """What transformers computes for a text of random tokens."""
-    return check.reference_logits(checkpoint_of("llama"), CAPACITY, lowered("llama").config)
+    return check.reference_logits(lambda: load_reference(checkpoint_of("llama")), CAPACITY, lowered("llama").config)
 
 
 @pytest.fixture(scope="session")

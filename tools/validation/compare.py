@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from tokenizers import Tokenizer
 from via_sd.contract.graphs import INPUT_IDS, LOGITS
 from via_sd.errors import ExportError, ValidationError
 from via_sd.export.writer.check import compare_logits, reference_steps
-from via_sd.export.writer.reference import load_reference
 from via_sd.masks import Mask
 from via_sd.progress import Progress, no_progress
 from via_sd.runtime.engines.protocol import ReadableEngine
@@ -95,7 +93,7 @@ class TierReport:
 
 def validate_model(
     engine: ReadableEngine,
-    checkpoint: Path,
+    load: Callable[[], Any],
     config: Mapping[str, Any],
     masks: Mapping[str, Mask],
     tokenizer: Tokenizer,
@@ -107,7 +105,7 @@ def validate_model(
     """Compare every tier of `engine`.
 
     Args:
-        checkpoint: Hugging Face directory of the model; `config` is its configuration.
+        load: returns the model in transformers; `config` is its configuration.
         masks: what tiers skip, by name; a tier that is not there skips nothing.
         tokenizer: turns `TEXT` into what is fed.
         tolerances: what each tier is held to, by name.
@@ -121,7 +119,7 @@ def validate_model(
     progress("loading the checkpoint in transformers", None)
     steps = reference_steps(config, engine.max_seq_len)
     tokens = np.resize(np.array(tokenizer.encode(TEXT).ids, np.int64), sum(steps))  # repeated where it is too short
-    model = load_reference(checkpoint)
+    model = load()
     number = int(engine.kv["num_layers"])
     reports = []
     for tier in engine.tiers:

@@ -107,11 +107,11 @@ def validate(
     models = {}
     for pair in _pairs(loaded, verifier, drafter, reference, drafter_reference):
         with open_checkpoint(pair.reference, progress) as checkpoint:
-            _check_same_model(checkpoint, pair, loaded)
+            load = _reference_model(checkpoint, pair, loaded)
             lowest = {tier: _lowest(masks.get(tier), precision) for tier in pair.engine.tiers}
             models[pair.name] = validate_model(
                 pair.engine,
-                checkpoint.directory,
+                load,
                 checkpoint.config,
                 loaded.masks if pair.name == VERIFIER else {},
                 tokenizer,
@@ -149,11 +149,13 @@ def _pairs(
         yield _Pair(DRAFTER, drafter, drafter_reference, identity)
 
 
-def _check_same_model(checkpoint: Checkpoint, pair: _Pair, bundle: Bundle) -> None:
+def _reference_model(checkpoint: Checkpoint, pair: _Pair, bundle: Bundle) -> Callable[[], Any]:
+    """What loads the model in transformers, once it is found to be the model of the bundle."""
     if checkpoint.identity != pair.identity:
         raise ValidationError(f"{pair.reference} is another model than the {pair.name} of {bundle.path}")
-    if checkpoint.source is not None:
+    if checkpoint.reference is None:
         raise ValidationError(
             f"{pair.reference} holds an ONNX decoder, and validate compares with transformers; give the checkpoint it "
             "was made from (a Hugging Face directory, a hub id, or a GGUF file)"
         )
+    return checkpoint.reference

@@ -10,6 +10,7 @@ from via_sd.export import ExportError, export_bundle
 from via_sd.export.passes import AttentionSemanticsPass
 from via_sd.export.writer.check import check_logits, compare_logits, log_softmax, reference_logits
 from via_sd.export.writer.precision import quantise
+from via_sd.export.sources.reference import load_reference
 from via_sd.export.writer.stepper import Stepper
 
 
@@ -38,7 +39,7 @@ def test_one_matrix_that_is_a_percent_off_is_caught(lowered, llama_reference, wo
 
 def test_a_missing_window_is_caught_because_the_check_reads_beyond_it(checkpoint_of, lowered, workshop):
     checkpoint = lowered("mistral")
-    reference = reference_logits(checkpoint_of("mistral"), 128, checkpoint.config)
+    reference = reference_logits(lambda: load_reference(checkpoint_of("mistral")), 128, checkpoint.config)
     assert reference.chunks[0] > checkpoint.config["sliding_window"]
     check_logits(Stepper(workshop.save(checkpoint.model, "right")), reference, quantised=False)
     blind = checkpoint.model.clone()
@@ -58,7 +59,7 @@ def test_a_quantised_graph_passes_and_a_ruined_one_does_not(lowered, llama_refer
 
 
 def test_a_capacity_shorter_than_the_usual_text_is_checked_too(checkpoint_of, lowered):
-    reference = reference_logits(checkpoint_of("llama"), 16, lowered("llama").config)
+    reference = reference_logits(lambda: load_reference(checkpoint_of("llama")), 16, lowered("llama").config)
     assert sum(reference.chunks) == len(reference.tokens) <= 16
 
 

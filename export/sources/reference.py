@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,3 +29,18 @@ def load_reference(checkpoint: Path) -> Any:
 
     with hidden_progress_bars():
         return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+
+
+def reference_of(config: Any, tensors: Mapping[str, Any]) -> Any:
+    """The model that `config` (of transformers) describes, with weights `tensors`: float32, eager attention."""
+    import torch
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    with hidden_progress_bars():
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+            None,
+            config=config,
+            state_dict={name: tensor.float() for name, tensor in tensors.items()},
+            dtype=torch.float32,
+            attn_implementation="eager",
+        )
