@@ -31,9 +31,10 @@ def check_accounts(directory: Path, weights: WeightFiles, config: Mapping[str, A
     import torch
     from transformers import AutoModelForCausalLM
 
+    models: Any = AutoModelForCausalLM  # it says of itself what it returns, and not all of it
     with one_message(f"transformers has no causal language model for {directory}", UnsupportedModelError):
         with hidden_progress_bars():
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = models.from_pretrained(
                 directory,
                 device_map="meta",
                 dtype=torch.float32,

@@ -165,7 +165,7 @@ def _says_something(key: str, value: Any, raw: Mapping[str, Any]) -> bool:
         limit = raw.get("max_position_embeddings")
         return not (isinstance(limit, int) and isinstance(value, int) and value >= limit)
     if key.endswith(("multiplier", "scale", "scaling", "factor", "pct")):
-        return value != 1
+        return bool(value != 1)
     if key == "layer_types":
         return isinstance(value, list) and any(entry != "full_attention" for entry in value)
     return True

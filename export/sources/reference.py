@@ -36,8 +36,9 @@ def reference_of(config: Any, tensors: Mapping[str, Any]) -> Any:
     import torch
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with hidden_progress_bars():
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        return kind.from_pretrained(
             None,
             config=config,
             state_dict={name: tensor.float() for name, tensor in tensors.items()},

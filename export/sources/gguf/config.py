@@ -84,8 +84,8 @@ def config_of(file: GgufFile, family: Family) -> dict[str, Any]:
     if missing := [required[name] for name in required if config.get(name) is None]:
         raise ExportError(f"{file.path} has no {file.architecture}.{missing[0]}; it is incomplete: fetch it again")
     _set_sizes(file, family, config)
-    layers = {int(name.split(".")[1]) for name in file.tensors if name.startswith("blk.")}
-    if layers != set(range(config["num_hidden_layers"])):
+    layers = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
+    if len(layers) != config["num_hidden_layers"]:
         raise ExportError(
             f"{file.path} says {config['num_hidden_layers']} layers (block_count), and its tensors are of "
             f"{len(layers)}; it is incomplete: fetch it again"

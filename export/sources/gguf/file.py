@@ -52,7 +52,8 @@ class GgufTensor:
         from gguf import GGMLQuantizationType, dequantize
 
         if self.kind == GGMLQuantizationType.F16:
-            return self.data.view(np.float16).reshape(self.shape).copy()
+            half: np.ndarray = self.data.view(np.float16).reshape(self.shape).copy()
+            return half
         values: np.ndarray = dequantize(self.data, self.kind).reshape(self.shape)
         return values.astype(np.float32)
 

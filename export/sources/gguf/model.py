@@ -49,7 +49,7 @@ def open_gguf_model(source: Path, directory: Path) -> GgufModel:
     family = check_model(file)
     described = config_of(file, family)
     with one_message(f"the keys of {source} make no configuration"):
-        config = AutoConfig.for_model(**described)
+        config = AutoConfig.for_model(**described, pad_token_id=None)  # a class has one of its own
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type]]
     check_rope(file, config)
     tensors = GgufTensors(file, family, config)

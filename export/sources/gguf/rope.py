@@ -25,12 +25,13 @@ def check_rope(file: GgufFile, config: Any) -> None:
     """
     from transformers import AutoModelForCausalLM
 
+    models: Any = AutoModelForCausalLM
     with one_message(f"transformers cannot build the rotary embedding of {file.path}"):
         one: dict[str, Any] = {"num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8, "pad_token_id": None}
         if getattr(config, "layer_types", None):
             one["layer_types"] = ["full_attention"]
         small = type(config).from_dict({**config.to_dict(), **one})
-        rotary = AutoModelForCausalLM.from_config(small).model.rotary_emb
+        rotary = models.from_config(small).model.rotary_emb
         prefix = "full_attention_" if hasattr(rotary, "full_attention_inv_freq") else ""
         found = getattr(rotary, f"{prefix}inv_freq").float().numpy()
         magnitude = float(getattr(rotary, f"{prefix}attention_scaling"))

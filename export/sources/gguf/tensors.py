@@ -70,11 +70,12 @@ def model_shapes(file: GgufFile, config: Any) -> dict[str, tuple[int, ...]]:
     import torch
     from transformers import AutoModelForCausalLM
 
+    models: Any = AutoModelForCausalLM
     with (
         one_message(f"transformers cannot build the model of {file.path}", UnsupportedModelError),
         torch.device("meta"),
     ):
-        model = AutoModelForCausalLM.from_config(config)
+        model = models.from_config(config)
         return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 

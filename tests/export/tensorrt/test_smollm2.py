@@ -22,7 +22,7 @@ from tests.support.segments import build_segment, cut_before
 from via_sd.errors import DownloadError
 from via_sd.export import export_bundle
 from via_sd.export.portable import to_portable
-from via_sd.export.sources.gguf import gguf_to_directory
+from via_sd.export.sources.gguf.model import gguf_to_directory
 from via_sd.export.tensorrt import build_engines
 from via_sd.export.tensorrt.library import load_library
 from via_sd.masks import Mask

@@ -20,6 +20,7 @@ from via_sd.errors import DownloadError
 from via_sd.export import export_bundle
 from via_sd.export.passes.lower import lower
 from via_sd.export.sources.checkpoint import open_checkpoint
+from via_sd.export.sources.gguf.model import gguf_to_directory
 from via_sd.masks import Mask, ModelIdentity
 from via_sd.runtime import Pipeline
 from via_sd.tools.bench.prompts import Prompt, read_prompts
@@ -61,8 +62,9 @@ def from_gguf(gguf, module_workshop) -> FromGguf:
     with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed), open_checkpoint(gguf) as checkpoint:
         lower(checkpoint.model, checkpoint.config, CAPACITY)
         graph = module_workshop.save(checkpoint.model, "plain")
-        directory = shutil.copytree(checkpoint.directory, module_workshop.root / "checkpoint")
     assert printed.getvalue() == ""
+    directory = module_workshop.root / "checkpoint"
+    gguf_to_directory(gguf, directory)
     return FromGguf(directory, checkpoint.identity, graph)
 
 
