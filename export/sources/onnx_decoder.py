@@ -19,7 +19,7 @@ from via_sd.errors import ExportError, UnsupportedModelError
 from via_sd.export.passes.attention_semantics import AttentionSemantics, semantics_of
 from via_sd.export.sources.checkpoint import GENAI_CONFIG, Checkpoint, identify, read_config
 from via_sd.export.sources.foreign_graph import ADVICE, Declared, ForeignDecoder, adopt
-from via_sd.export.writer.tokenizer import token_ids
+from via_sd.export.writer.endings import token_ids
 from via_sd.export.writer.weights import INLINE_BYTES
 
 MODEL_CONFIG = "config.json"

@@ -21,8 +21,8 @@ from tests.support.shared import SharedFolder
 from via_sd.contract.graphs import step_arrays
 from via_sd.export.passes.lower import lower
 from via_sd.export.sources.checkpoint import Checkpoint, open_checkpoint
-from via_sd.export.writer import check
 from via_sd.export.sources.reference import load_reference
+from via_sd.export.writer import check
 from via_sd.export.writer.weights import save_graph, write_weights
 
 WINDOW = 32

@@ -8,9 +8,9 @@ import pytest
 
 from via_sd.export import ExportError, export_bundle
 from via_sd.export.passes import AttentionSemanticsPass
+from via_sd.export.sources.reference import load_reference
 from via_sd.export.writer.check import check_logits, compare_logits, log_softmax, reference_logits
 from via_sd.export.writer.precision import quantise
-from via_sd.export.sources.reference import load_reference
 from via_sd.export.writer.stepper import Stepper
 
 
