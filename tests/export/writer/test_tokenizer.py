@@ -145,3 +145,70 @@ def test_a_broken_configuration_is_refused(source, target):
     (source / "tokenizer_config.json").write_text("{")
     with pytest.raises(ExportError, match=r"tokenizer_config\.json is not JSON"):
         export_tokenizer(source, target, {})
+
+
+CHATML = (
+    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}<pad>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+def test_a_text_ends_where_the_template_ends_a_turn(source, target):
+    change(source / "tokenizer_config.json", chat_template=CHATML)
+    assert export_tokenizer(source, target, {})["eos_token_ids"] == [EOS, PAD]
+
+
+@pytest.mark.parametrize(
+    ("template", "match"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "ends an assistant's turn without a token of its own"),
+        (
+            "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML,
+            "no system, with a system message and several turns",
+        ),
+    ],
+)
+def test_what_a_template_does_not_do_is_said(template, match, source, target):
+    change(source / "tokenizer_config.json", chat_template=template)
+    with pytest.warns(UserWarning, match=match):
+        export_tokenizer(source, target, {})
+
+
+def test_a_template_that_renders_no_conversation_is_refused(source, target):
+    change(source / "tokenizer_config.json", chat_template="{{ 1 // 0 }}")
+    with pytest.raises(ExportError, match="with one message of a user; repair it, or give another with --chat-template"):
+        export_tokenizer(source, target, {})
+
+
+def test_tokens_beyond_the_vocabulary_are_said(source, target):
+    with pytest.warns(UserWarning, match=r"1 tokens beyond the model's vocabulary of 258 \('<pad>' is 258\)"):
+        export_tokenizer(source, target, {"vocab_size": 258})
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"suppress_tokens": [3], "min_new_tokens": 4}, "asks for min_new_tokens, suppress_tokens, which a bundle"),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20}, "sampling with --temperature 0.6 --top-k 20"),
+        ({"repetition_penalty": 1.8}, "--repetition-penalty 1.8"),
+    ],
+)
+def test_generation_defaults_that_a_bundle_does_not_have_are_said(settings, match, source, target):
+    change(source / "generation_config.json", **settings)
+    with pytest.warns(UserWarning, match=match):
+        export_tokenizer(source, target, {})
+
+
+@pytest.mark.parametrize("value", ["x", 1.5, [True], [-1], {"a": 1}])
+def test_an_end_token_that_is_no_id_is_refused(value, source, target):
+    change(source / "generation_config.json", eos_token_id=value)
+    with pytest.raises(ExportError, match="wanted a token id or a list of them"):
+        export_tokenizer(source, target, {})
+
+
+def test_a_tokenizer_that_panics_is_refused(source, target):
+    described = json.loads((source / "tokenizer.json").read_text())
+    described["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    (source / "tokenizer.json").write_text(json.dumps(described))
+    with pytest.raises(ExportError, match=r"tokenizer\.json cannot be read"):
+        export_tokenizer(source, target, {})
