@@ -13,8 +13,8 @@ from typing import Any
 
 from via_sd.errors import ExportError, UnsupportedModelError
 from via_sd.export.failures import one_message
-from via_sd.export.sources.weight_files import WeightFiles
 from via_sd.export.sources.reference import hidden_progress_bars
+from via_sd.export.sources.weight_files import WeightFiles
 
 
 def check_accounts(directory: Path, weights: WeightFiles, config: Mapping[str, Any]) -> list[str]:

@@ -27,9 +27,9 @@ from via_sd.export.sources.accounting import check_accounts
 from via_sd.export.sources.frontend import build_graph
 from via_sd.export.sources.model_config import CONFIG_FILE, read_raw_config, resolve_config
 from via_sd.export.sources.model_kind import check_kind, check_no_adapter
+from via_sd.export.sources.reference import load_reference, reference_of
 from via_sd.export.sources.source_graph import SourceGraph
 from via_sd.export.sources.weight_files import WeightFiles
-from via_sd.export.sources.reference import load_reference, reference_of
 from via_sd.files import read_json_object
 from via_sd.masks import ModelIdentity
 from via_sd.progress import Progress, no_progress

@@ -1,4 +1,4 @@
-"""Where a text ends: the tokens that any of a model's files names, and the one with which its chat template ends a turn.
+"""Where a text ends: the tokens that a model's files name, and the token with which its chat template ends a turn.
 
 Chat models are often published with another end-of-sequence token than the one that ends a turn; a generation that
 stops at the first alone runs on into turns that it invents.

@@ -49,7 +49,7 @@ def warn_of_generation_defaults(source: Path, config: Mapping[str, Any]) -> None
     if sampling:
         options = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in sampling.items())
         warnings.warn(
-            f"{source / 'generation_config.json'} asks for sampling with {options}; a bundle is greedy unless a request "
-            "asks for them",
+            f"{source / 'generation_config.json'} asks for sampling with {options}; a bundle is greedy unless a "
+            "request asks for them",
             stacklevel=3,
         )

@@ -32,8 +32,8 @@ def export_tokenizer(
 
     Returns:
         `eos_token_ids` (of model, generation and tokenizer configuration and of the chat template, sorted),
-        `special_tokens` by role for the chat template, `chat_template` (the template's text, None if the model has none),
-        and `chat_templates` (others by name).
+        `special_tokens` by role for the chat template, `chat_template` (the template's text, None if the model has
+        none), and `chat_templates` (others by name).
 
     Raises:
         ExportError: no `tokenizer.json`, which is the only tokenizer file that needs no Python of its own to read, or a

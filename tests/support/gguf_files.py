@@ -71,13 +71,15 @@ def write_gguf(
     """
     config = transformers.AutoConfig.from_pretrained(checkpoint)
     name, permuted, offset = _ARCHITECTURES[config.model_type]
-    writer = gguf.GGUFWriter(str(path), name, split_max_tensors=split)
     keys = {**_keys(config, name), **_tokenizer(checkpoint, pre, template), **extra}
+    # The writer adds this key itself.
+    architecture = keys.pop("general.architecture", name)
+    writer = gguf.GGUFWriter(str(path), architecture, split_max_tensors=split)
     for key, value in keys.items():
         if key not in drop and value is not None:
             _put(writer, key, value)
-    architecture = next(number for number, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
-    table = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    known = next(number for number, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
+    table = gguf.get_tensor_name_map(known, config.num_hidden_layers)
     found: dict[str, np.ndarray] = {}
     for stored, tensor in load_file(checkpoint / "model.safetensors").items():
         stem, _, suffix = stored.rpartition(".")

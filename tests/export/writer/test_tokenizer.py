@@ -176,7 +176,9 @@ def test_what_a_template_does_not_do_is_said(template, match, source, target):
 
 def test_a_template_that_renders_no_conversation_is_refused(source, target):
     change(source / "tokenizer_config.json", chat_template="{{ 1 // 0 }}")
-    with pytest.raises(ExportError, match="with one message of a user; repair it, or give another with --chat-template"):
+    with pytest.raises(
+        ExportError, match="with one message of a user; repair it, or give another with --chat-template"
+    ):
         export_tokenizer(source, target, {})
 
 

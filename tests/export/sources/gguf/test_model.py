@@ -10,10 +10,10 @@ import transformers
 
 from tests.support.gguf_files import write_gguf
 from via_sd.errors import ExportError, UnsupportedModelError
+from via_sd.export.passes.lower import lower
 from via_sd.export.sources.checkpoint import open_checkpoint
 from via_sd.export.sources.gguf.file import open_gguf
 from via_sd.export.sources.gguf.model import gguf_to_directory, open_gguf_model
-from via_sd.export.writer.bundle import lower
 
 #: Reads past the window of 32 tokens.
 LENGTH = 100

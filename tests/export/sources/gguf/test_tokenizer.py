@@ -19,7 +19,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eom|>"]
 #: Twenty scripts, marks that compose, emoji of several code points, code, numbers, spaces, and tokens in the text.
 CORPUS = [
     "The quick brown fox isn't HERE; she'd've gone. It's 3.14159, 100000 or 1,234,567.",
-    "Ελληνικά: Η γρήγορη αλεπού",
+    "Ελληνικά: γρήγορη αλεπού",
     "Русский: Съешь же ещё этих мягких французских булок",
     "עברית: דג סקרן שט בים",
     "العربية: نص حكيم له سر قاطع ١٢٣",
@@ -51,7 +51,8 @@ CORPUS = [
     "\n",
 ]
 LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -99,7 +100,7 @@ def keys_of(tokenizer: Tokenizer, name: str | None, **changes: Any) -> dict[str,
     described = json.loads(tokenizer.to_str())
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
-    kinds = {token: CONTROL for token in SPECIAL} | {"<think>": USER_DEFINED}
+    kinds = dict.fromkeys(SPECIAL, CONTROL) | {"<think>": USER_DEFINED}
     padding = ["[PAD1]", "[PAD2]"]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in described["model"]["merges"]]
     keys = {
