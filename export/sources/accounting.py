@@ -32,7 +32,9 @@ def check_accounts(directory: Path, weights: WeightFiles, config: Mapping[str, A
     from transformers import AutoModelForCausalLM
 
     models: Any = AutoModelForCausalLM  # it says of itself what it returns, and not all of it
-    with one_message(f"transformers has no causal language model for {directory}", UnsupportedModelError):
+    with one_message(
+        f"transformers cannot read {directory / 'config.json'} as a causal language model", UnsupportedModelError
+    ):
         with hidden_progress_bars():
             model, report = models.from_pretrained(
                 directory,

@@ -118,7 +118,10 @@ def _listed(directory: Path, present: set[str]) -> dict[str, set[str] | None]:
     """Weight file -> the tensors that the index places in it (None where there is no index)."""
     index = directory / _INDEX
     if index.is_file():
-        places = read_json_object(index, ExportError).get("weight_map")
+        described = read_json_object(index, ExportError)
+        if not isinstance(described.get("metadata"), dict):  # transformers reads none without
+            raise ExportError(f"{index} has no metadata object; fetch it again")
+        places = described.get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
             raise ExportError(f"{index} has no weight_map of names; fetch it again")
         listed: dict[str, set[str] | None] = {}

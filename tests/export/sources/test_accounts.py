@@ -213,7 +213,7 @@ def shard(checkpoint: Path) -> dict[str, Any]:
     for file, part in files.items():
         save_file({name: tensors[name] for name in part}, checkpoint / file, metadata={"format": "pt"})
     (checkpoint / "model.safetensors").unlink()
-    index = {"weight_map": {name: file for file, part in files.items() for name in part}}
+    index = {"metadata": {}, "weight_map": {name: file for file, part in files.items() for name in part}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
     return index
 
@@ -235,8 +235,10 @@ def test_shards_that_do_not_fit_their_index_are_refused(checkpoint):
         "has no weight_map of names": {name: 1},
     }
     for match, places in faults.items():
-        file.write_text(json.dumps({"weight_map": places}))
+        file.write_text(json.dumps({**index, "weight_map": places}))
         refused(checkpoint, match)
+    file.write_text(json.dumps({"weight_map": index["weight_map"]}))
+    refused(checkpoint, "has no metadata object")
     file.unlink()
     refused(checkpoint, r"has model-00001-of-00002\.safetensors and no model\.safetensors\.index\.json")
 
