@@ -147,6 +147,8 @@ def progress_bar() -> Iterator[Progress]:
         task = progress.add_task("starting", total=None)
 
         def update(description: str, share: float | None) -> None:
-            progress.update(task, description=description, total=None if share is None else 1.0, completed=share or 0.0)
+            new = description != progress.tasks[task].description  # shown at once: the next step may hide stderr
+            total = None if share is None else 1.0
+            progress.update(task, description=description, total=total, completed=share or 0.0, refresh=new)
 
         yield update
