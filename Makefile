@@ -22,7 +22,7 @@ $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -m pip install -q $(PIP_TORCH)
-	$(BIN)/python -m pip install -q -e ".[cpu,export,search,polygraphy,triton,dev,docs]"
+	$(BIN)/python -m pip install -q -e ".[cpu,export,grammar,search,polygraphy,triton,dev,docs]"
 	@touch $@
 
 demo: setup

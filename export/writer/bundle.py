@@ -13,6 +13,7 @@ from via_sd.contract.manifest import FORMAT, MANIFEST, VERSION, write_manifest
 from via_sd.errors import ExportError
 from via_sd.export.sources.checkpoint import Checkpoint, open_checkpoint
 from via_sd.export.writer.decoder import write_decoder
+from via_sd.export.writer.generation_config import read_generation_config
 from via_sd.export.writer.limits import capacity
 from via_sd.export.writer.precision import check_precision, precision_of
 from via_sd.export.writer.tiers import check_nesting, check_precisions, drafter_mask, resolve_mask, slim_in_precision
@@ -88,6 +89,7 @@ def export_bundle(
             "precision": precision,
             "max_seq_len": limit,
             "tokenizer": tokenizer,
+            "generation_config": read_generation_config(source.directory),
             "verifier": decoder.manifest,
             "slim": tiers[0].name if tiers else None,
             "drafter": {"kind": "ngram"},

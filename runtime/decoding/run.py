@@ -159,9 +159,13 @@ class Run:
         """Emit one token that was judged by `row`; False once the text is complete.
 
         `checked` says whether the full verifier has judged it.
+
+        Raises:
+            RequestError: the request rules out every token here.
         """
         state, counters = self.state, self.counters
         drafted = item.tier == "draft"
+        self.processor.check(state.tokens)
         state.tokens.append(item.token)
         state.remaining -= 1
         counters.accepted += drafted

@@ -13,7 +13,9 @@ from via_sd.runtime.decoding.block_length import AdaptiveGamma
 from via_sd.runtime.decoding.cache import SequenceCache
 from via_sd.runtime.decoding.cost_model import CostModel
 from via_sd.runtime.decoding.drafters import Drafter
+from via_sd.runtime.decoding.drafters.constrained import ConstrainedDrafter
 from via_sd.runtime.decoding.drafters.factory import new_drafter
+from via_sd.runtime.decoding.logits_processors import LogitsProcessor
 from via_sd.runtime.decoding.random_stream import RandomStream
 from via_sd.runtime.decoding.router import Router, Routing
 from via_sd.runtime.decoding.run import Run, RunOptions, SequenceState
@@ -87,6 +89,7 @@ class TieredModel:
         seed: int,
         stop_tokens: frozenset[int],
         on_token: Callable[[int, str, Row], bool],
+        processors: Sequence[LogitsProcessor] = (),
         wait: bool = True,
     ) -> Iterator[Run]:
         """A sequence that begins with `prompt`, ready for a mode to decode it; it has a KV slot until the end.
@@ -96,6 +99,7 @@ class TieredModel:
             router: judges slim's rows in mode `routed`.
             seed: keys the random stream.
             on_token: see `Run`.
+            processors: change the logits of every tier's rows.
             wait: for a slot, as long as `slot_timeout` says; otherwise take one that is free now.
 
         Raises:
@@ -104,13 +108,16 @@ class TieredModel:
         counters = Counters(config.mode)
         with self.caches(prompt, wait=wait) as caches:
             counters.reused_prefix = caches.reused
-            processor = Processor(config)
+            processor = Processor(config, processors, start=len(prompt))
+            drafter = self.new_drafter(caches, processor, seed)
+            if processor.is_constrained:
+                drafter = ConstrainedDrafter(drafter, processor)
             yield Run(
                 SequenceState(caches.tokens, min(config.max_new_tokens, self.capacity - len(prompt))),
                 RunOptions(self._slim or FULL, self.costs, self.capacity, stop_tokens),
                 Routing.of(config, router),
                 caches.verifier,
-                self.new_drafter(caches, processor, seed),
+                drafter,
                 AdaptiveGamma(self.costs.full, fixed=config.gamma),
                 processor,
                 RandomStream(seed),

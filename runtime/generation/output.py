@@ -22,10 +22,17 @@ class Output:
         reason: why the text has ended, see `Completion.finish_reason`; None while it goes on.
     """
 
-    def __init__(self, detokenize: Detokenizer, eos_token_ids: frozenset[int], config: GenerationConfig) -> None:
-        self.stop_tokens: frozenset[int] = frozenset() if config.ignore_eos else eos_token_ids
+    def __init__(
+        self, detokenize: Detokenizer, eos_token_ids: frozenset[int], config: GenerationConfig, prompt: Sequence[int]
+    ) -> None:
+        ends = frozenset() if config.ignore_eos else eos_token_ids
+        self.stop_tokens: frozenset[int] = ends | frozenset(config.stop_token_ids)
+        self._silent = ends - detokenize.special.keys()
         self.reason: str | None = None
-        self._text = TextStream(detokenize, config.stop or ())
+        self._text = TextStream(detokenize, config.stop or (), skip_special_tokens=config.skip_special_tokens)
+        self._echo = detokenize(prompt, config.skip_special_tokens) if config.echo else ""
+        self._prompt_tokens, self._echoed = len(prompt), self._echo
+        self._unstoppable = config.min_new_tokens or 0
         self._logprobs: list[TokenLogprobs] | None = None if config.logprobs is None else []
         self._alternatives = config.logprobs or 0
         self._token_ids: list[int] = []
@@ -38,7 +45,10 @@ class Output:
         self._tiers.append(tier)
         if self._logprobs is not None:
             self._logprobs.append(_logprobs(row, token, self._alternatives))
-        if token in self.stop_tokens or not self._text.push(token):
+        searching = len(self._token_ids) > self._unstoppable
+        # An end-of-sequence token is no text, unless special tokens are; a request's own stop token is.
+        more = token in self._silent or self._text.push(token, searching=searching)
+        if token in self.stop_tokens or not more:
             self.reason = "stop"
             return False
         return True
@@ -47,19 +57,20 @@ class Output:
         """What came since the last one."""
         start, self._handed_out = self._handed_out, len(self._token_ids)
         text = self._text.take() if self.reason is None else self._text.finish()
+        text, self._echo = self._echo + text, ""
         if self.reason == "length" and self._text.stopped:  # the last token completed a stop string, and more
             self.reason = "stop"
         return Chunk(text, self._token_ids[start:], self._tiers[start:], self.reason)
 
-    def completion(self, prompt: Sequence[int], counters: Counters, seed: int) -> Completion:
+    def completion(self, counters: Counters, seed: int) -> Completion:
         """Everything, once there is a reason."""
         assert self.reason is not None
         return Completion(
-            text=self._text.text,
+            text=self._echoed + self._text.text,
             token_ids=self._token_ids,
             tiers=self._tiers,
             finish_reason=self.reason,
-            prompt_tokens=len(prompt),
+            prompt_tokens=self._prompt_tokens,
             stats=counters.statistics(),
             seed=seed,
             logprobs=self._logprobs,

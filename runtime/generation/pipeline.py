@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,21 +14,26 @@ from typing import Any, overload
 from tokenizers import Tokenizer
 
 from via_sd.contract.generation_options import GenerationConfig
+from via_sd.contract.graphs import FULL
 from via_sd.contract.manifest import TOKENIZER_FILE, Bundle, load_bundle
 from via_sd.errors import BundleError, RequestError
 from via_sd.runtime.batching.batch import PassTotals
+from via_sd.runtime.batching.member import Member
 from via_sd.runtime.batching.shared import SharedBatch
 from via_sd.runtime.decoding.default_costs import PRECISIONS
+from via_sd.runtime.decoding.logits_processors import CustomProcessor
 from via_sd.runtime.decoding.router import Router
 from via_sd.runtime.decoding.tiered_model import TieredModel
 from via_sd.runtime.engines.backends import ONNXRUNTIME, open_engines
 from via_sd.runtime.engines.protocol import Engine
 from via_sd.runtime.generation.completion import Completion
+from via_sd.runtime.generation.control import TokenControl
 from via_sd.runtime.generation.output import Output
 from via_sd.runtime.generation.policy import Policy
 from via_sd.runtime.generation.policy_file import find_policy, read_policy
 from via_sd.runtime.generation.prompts import PROMPT_OPTIONS, Prompt, PromptEncoder, PromptOptions, are_several
 from via_sd.runtime.generation.resolve import costs_of, resolve, router_for
+from via_sd.runtime.generation.scoring import Score, score_tokens
 from via_sd.runtime.generation.stream import CompletionStream, finish_all
 from via_sd.runtime.generation.text import Detokenizer
 
@@ -55,6 +62,10 @@ class Pipeline:
         self.bundle, self.policy = bundle, policy
         self.tokenizer = _load_tokenizer(bundle)
         self.detokenize = Detokenizer(self.tokenizer)
+        self.eos_token_ids = frozenset(int(token) for token in bundle.manifest["tokenizer"]["eos_token_ids"])
+        self._control = TokenControl(
+            self.tokenizer, self.eos_token_ids, bundle.manifest.get("generation_config", {}), verifier.vocab_size
+        )
         self._prompts = PromptEncoder(
             self.tokenizer,
             partial(_load_tokenizer, bundle),
@@ -62,7 +73,6 @@ class Pipeline:
             verifier.vocab_size,
             verifier.max_seq_len,
         )
-        self.eos_token_ids = frozenset(int(token) for token in bundle.manifest["tokenizer"]["eos_token_ids"])
         self._batch = SharedBatch()
         self.model = self.model_class(
             verifier,
@@ -172,6 +182,7 @@ class Pipeline:
         config: GenerationConfig | None = None,
         *,
         cancel: threading.Event | None = None,
+        logits_processors: Sequence[CustomProcessor] = (),
         **options: Any,
     ) -> Completion: ...
 
@@ -182,6 +193,7 @@ class Pipeline:
         config: GenerationConfig | Sequence[GenerationConfig] | None = None,
         *,
         cancel: threading.Event | None = None,
+        logits_processors: Sequence[CustomProcessor] = (),
         **options: Any,
     ) -> list[Completion]: ...
 
@@ -221,6 +233,7 @@ class Pipeline:
         config: GenerationConfig | None = None,
         *,
         cancel: threading.Event | None = None,
+        logits_processors: Sequence[CustomProcessor] = (),
         **options: Any,
     ) -> CompletionStream:
         """Generate a chunk per round; the stream's `completion` is there when it has ended.
@@ -232,6 +245,8 @@ class Pipeline:
             config: what is asked for; `options` are its fields by name, instead of it or on top of it, and those of
                 `PromptOptions`.
             cancel: set from any thread to end after the round, or the chunk of the prompt, that is running.
+            logits_processors: functions of your own, (tokens so far, logits float32 [vocab]) -> logits, which apply to
+                every tier. Exact modes stay exact if a function depends on its arguments alone.
 
         Raises:
             RequestError: bad options or prompt, or a mode this bundle lacks a tier for.
@@ -244,9 +259,67 @@ class Pipeline:
             raise RequestError(f"no option is called {', '.join(unknown)}; options are {names}")
         wanted = GenerationConfig(**{**known, **options})
         tokens, config = self.encode(prompt, raw=wanted.raw, **reading), self.resolve(wanted)
-        output = Output(self.detokenize, self.eos_token_ids, config)
-        cancel = cancel or threading.Event()
-        return CompletionStream(self.model, self._batch, tokens, config, self.router(config), output, cancel)
+        output = Output(self.detokenize, self.eos_token_ids, config, tokens)
+        processors = self._control.processors(config, len(tokens), logits_processors)
+        router, cancel = self.router(config), cancel or threading.Event()
+        return CompletionStream(self.model, self._batch, tokens, config, router, output, cancel, processors)
+
+    def generate_n(
+        self, prompt: Prompt, n: int, config: GenerationConfig | None = None, **options: Any
+    ) -> list[Completion]:
+        """`n` answers to one prompt, which is read once: from the second on, its KV is there (see `retained_slots`).
+
+        Args:
+            options: as for `generate`. Answer i has the seed `seed + i`; greedy answers are all the same.
+
+        Raises:
+            RequestError: `n` is less than 1, and what `stream` raises.
+        """
+        if n < 1:
+            raise RequestError(f"n is {n}, wanted 1 or more")
+        seed = options.pop("seed", config.seed if config else None)
+        first = secrets.randbits(63) if seed is None else int(seed)
+        return [self.generate(prompt, config, seed=(first + i) % 2**64, **options) for i in range(n)]
+
+    def score(self, text: str | Sequence[int], *, context: str | Sequence[int] = (), tier: str = FULL) -> Score:
+        """Log-probabilities of `text` after `context` under one tier; nothing is generated.
+
+        Args:
+            text: a text, taken as it is, or token ids. Without a context its first token is not scored.
+            context: what precedes it: a text, with the special tokens that the tokenizer puts in front, or token ids.
+            tier: `full`, or the name of another tier of the bundle, such as its slim-verifier's.
+
+        Raises:
+            RequestError: no such tier, nothing to score, or more tokens than the KV buffers hold.
+        """
+        if tier not in self.verifier.tiers:
+            raise RequestError(f"tier {tier!r} is not known; this bundle's are {', '.join(self.verifier.tiers)}")
+        before = self.encode(context, raw=True) if context else []
+        if isinstance(text, str):
+            ids = (
+                list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+                if before
+                else self.encode(text, raw=True)
+            )
+        else:
+            ids = list(text)
+        tokens, start = [*before, *ids], max(1, len(before))
+        if len(tokens) <= start:
+            raise RequestError(f"{len(tokens)} tokens leave nothing to score; give one that follows another")
+        if len(tokens) > self.capacity + 1:
+            raise RequestError(
+                f"{len(tokens)} tokens are too many to score at once, wanted {self.capacity + 1} or fewer"
+            )
+        for token in tokens:
+            if not 0 <= token < self.verifier.vocab_size:
+                raise RequestError(f"token {token} is not one of this model's, 0 to {self.verifier.vocab_size - 1}")
+        member = Member(score_tokens(self.verifier, tier, tokens, start))
+        member.advance()
+        self._batch.join(member)
+        with suppress(StopIteration):
+            self._batch.take(member)
+        score: Score = member.outcome
+        return score
 
     def resolve(self, config: GenerationConfig) -> GenerationConfig:
         """`config` with the mode that `auto` means here, and what goes with that where `config` is silent.
@@ -254,7 +327,12 @@ class Pipeline:
         Raises:
             RequestError: a mode or router that this bundle or its policy lacks something for.
         """
-        return resolve(config, self.policy, has_slim=self.bundle.slim is not None)
+        return resolve(self._control.resolve(config), self.policy, has_slim=self.bundle.slim is not None)
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """What the model's publisher recommends for sampling; `generate(prompt, **pipeline.sampling_defaults)`."""
+        return self._control.sampling
 
     def router(self, config: GenerationConfig) -> Router:
         """The router for a resolved `config`."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from via_sd.contract.generation_options import GenerationConfig
+from via_sd.contract.generation_options import GRAMMARS, OPTIONS, GenerationConfig
 from via_sd.contract.manifest import Bundle
 from via_sd.contract.mode_names import AUTO, CALIBRATED, ROUTED, SLIM_MODES, SPECULATIVE
 from via_sd.errors import RequestError
@@ -14,6 +14,9 @@ from via_sd.runtime.decoding.cost_model import CostModel, StepCost
 from via_sd.runtime.decoding.default_costs import default_costs
 from via_sd.runtime.decoding.router import Gates, Router
 from via_sd.runtime.generation.policy import Policy
+
+#: Options that change which tokens come out, so that what `calibrate` measured with greedy decoding says less.
+_UNMEASURED = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", *GRAMMARS)
 
 
 def resolve(config: GenerationConfig, policy: Policy | None, *, has_slim: bool) -> GenerationConfig:
@@ -67,7 +70,7 @@ def costs_of(bundle: Bundle, policy: Policy | None) -> CostModel:
 def _resolve_auto(config: GenerationConfig, policy: Policy | None) -> GenerationConfig:
     meant: Mapping[str, Any] = {"mode": SPECULATIVE}
     if policy is not None:
-        as_measured = config.greedy and config.repetition_penalty == 1
+        as_measured = config.greedy and not any(getattr(config, name) != OPTIONS[name].default for name in _UNMEASURED)
         meant = policy.options_for(config.max_divergence, as_measured=as_measured)
     open_ = {name: value for name, value in meant.items() if name == "mode" or getattr(config, name) is None}
     # Thresholds and the calibrated router exclude each other, and the request's wins.

@@ -12,6 +12,7 @@ from via_sd.contract.generation_options import GenerationConfig
 from via_sd.errors import BusyError, RequestError
 from via_sd.runtime.batching.member import Member
 from via_sd.runtime.batching.shared import SharedBatch
+from via_sd.runtime.decoding.logits_processors import LogitsProcessor
 from via_sd.runtime.decoding.modes import MODE_FUNCTIONS
 from via_sd.runtime.decoding.passes import PassRequest, PassResult
 from via_sd.runtime.decoding.router import Router
@@ -35,6 +36,7 @@ class CompletionStream(Iterator[Chunk]):
         router: for mode `routed`.
         output: takes the tokens.
         cancel: set from any thread to end after the round that is running.
+        processors: change the logits of every tier's rows.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class CompletionStream(Iterator[Chunk]):
         router: Router,
         output: Output,
         cancel: threading.Event,
+        processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         self.prompt_tokens = len(prompt)
         self.mode = config.mode
@@ -53,7 +56,7 @@ class CompletionStream(Iterator[Chunk]):
         self._closed = False
         self._member: Member | None = None
         # Not a method's generator, which would hold the stream that holds it: a dropped stream has to end at once.
-        self._steps = partial(_generate, model, prompt, config, router, output, cancel)
+        self._steps = partial(_generate, model, prompt, config, router, output, cancel, processors)
 
     def begin(self, *, wait: bool = True) -> bool:
         """Take a KV slot and join the batch before the first chunk is asked for; whether there was a slot.
@@ -150,13 +153,21 @@ def _generate(
     router: Router,
     output: Output,
     cancel: threading.Event,
+    processors: Sequence[LogitsProcessor],
     *,
     wait: bool,
 ) -> Generator[PassRequest | Chunk, PassResult | None, Completion]:
     """Passes and chunks of one generation."""
     seed = secrets.randbits(63) if config.seed is None else config.seed
     sequence = model.open(
-        prompt, config, router, seed=seed, stop_tokens=output.stop_tokens, on_token=output.take, wait=wait
+        prompt,
+        config,
+        router,
+        seed=seed,
+        stop_tokens=output.stop_tokens,
+        on_token=output.take,
+        processors=processors,
+        wait=wait,
     )
     with sequence as run:
         rounds = MODE_FUNCTIONS[config.mode](run)
@@ -189,4 +200,4 @@ def _generate(
                 run.counters.pause(result.paused)
                 run.counters.seconds["wait"] += result.waited
         rounds.close()
-    return output.completion(prompt, run.counters, seed)
+    return output.completion(run.counters, seed)

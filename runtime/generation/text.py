@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from tokenizers import Tokenizer
 
@@ -10,18 +11,22 @@ _UNKNOWN = "\ufffd"  # what a decoder makes of bytes that are no character (yet)
 
 
 class Detokenizer:
-    """Token ids to text, without special tokens. Remembers the text of single tokens, which streams keep asking for."""
+    """Token ids to text, with or without special tokens. Remembers the text of single tokens, which streams ask for."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._single: dict[int, str] = {}
+        self._single: dict[tuple[int, bool], str] = {}
+        #: The special tokens' text by their ids.
+        self.special = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
 
-    def __call__(self, tokens: Sequence[int]) -> str:
+    def __call__(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         if len(tokens) != 1:
-            return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
-        text = self._single.get(tokens[0])
+            return str(self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
+        key = (tokens[0], skip_special_tokens)
+        text = self._single.get(key)
         if text is None:
-            text = self._single[tokens[0]] = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+            text = str(self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
+            self._single[key] = text
         return text
 
 
@@ -32,11 +37,17 @@ class TextStream:
     the beginning of a stop string waits until it is or is not one. Tokens are decoded together with those of the piece
     before them, since what a token stands for may depend on what precedes it; that, unlike `DecodeStream` of the
     tokenizers library, also gets past bytes that never become a character, whatever the decoder makes of them.
+
+    Where a stop string holds a special token, special tokens are decoded too, and left out of what is shown.
     """
 
-    def __init__(self, detokenize: Detokenizer, stop: Sequence[str] = ()) -> None:
-        self._decode = detokenize
+    def __init__(self, detokenize: Detokenizer, stop: Sequence[str] = (), *, skip_special_tokens: bool = True) -> None:
         self._stop = tuple(s for s in stop if s)
+        self._special = detokenize.special
+        decodes = not skip_special_tokens or any(text in s for s in self._stop for text in self._special.values())
+        self._decode = partial(detokenize, skip_special_tokens=not decodes)
+        self._hides = decodes and skip_special_tokens
+        self._hidden: list[tuple[int, int]] = []  # where special tokens lie in the text
         self._longest_stop = max((len(s) for s in self._stop), default=0)
         self._window: list[int] = []  # tokens of the last piece, and those behind it that are no text yet
         self._known = 0  # how many of them belong to the last piece
@@ -45,12 +56,18 @@ class TextStream:
         self._shown = 0
         self.stopped = False
 
-    def push(self, token: int) -> bool:
-        """Take one token; False if it completed a stop string (the text then ends before that string)."""
+    def push(self, token: int, *, searching: bool = True) -> bool:
+        """Take one token; False if it completed a stop string (the text then ends before that string).
+
+        `searching` is False for text that no stop string ends.
+        """
         self._window.append(token)
         piece = self._undecoded()
         if piece and not piece.endswith(_UNKNOWN):
-            self._extend(piece)
+            if self._hides and (name := self._special.get(token)) and piece.endswith(name):
+                end = len(self._decoded) + len(piece)
+                self._hidden.append((end - len(name), end))
+            self._extend(piece, searching)
             self._window = self._window[self._known :]
             self._known = len(self._window)
             self._known_text = self._decode(self._window)
@@ -72,25 +89,37 @@ class TextStream:
     @property
     def text(self) -> str:
         """All text taken so far."""
-        return self._decoded[: self._shown]
+        return self._visible(0, self._shown)
 
     def _undecoded(self) -> str:
         """Text of the tokens behind the last piece."""
         return self._decode(self._window)[len(self._known_text) :]
 
-    def _extend(self, piece: str) -> None:
+    def _extend(self, piece: str, searching: bool = True) -> None:
         """Add `piece`, up to the first stop string that is complete."""
         start = max(0, len(self._decoded) - self._longest_stop)
         self._decoded += piece
+        if not searching:
+            return
         found = [(at + len(s), at) for s in self._stop if (at := self._decoded.find(s, start)) >= 0]
         if found:
             self._decoded = self._decoded[: min(found)[1]]
             self.stopped = True
 
     def _show(self, end: int) -> str:
-        piece = self._decoded[self._shown : end]
+        piece = self._visible(self._shown, end)
         self._shown = max(self._shown, end)
         return piece
+
+    def _visible(self, start: int, end: int) -> str:
+        """The text from `start` to `end` without hidden special tokens."""
+        pieces = []
+        for hidden_start, hidden_end in self._hidden:
+            if hidden_end > start and hidden_start < end:
+                pieces.append(self._decoded[start:hidden_start])
+                start = hidden_end
+        pieces.append(self._decoded[start:end])
+        return "".join(pieces)
 
     def _undecided(self) -> int:
         """Length of the longest end of the text that begins a stop string."""

@@ -9,15 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from via_sd.contract.served_model import GENERATION_INPUTS, IGNORED_PARAMETERS, TIMEOUT, runtime_options
+from via_sd.contract.served_model import (
+    DEFAULTS,
+    GENERATION_INPUTS,
+    GUIDE_TYPES,
+    IGNORED_PARAMETERS,
+    TIMEOUT,
+    runtime_options,
+)
+
+_GUIDE = ("guided_decoding_guide_type", "guided_decoding_guide")
 
 #: Inputs that are taken only where they change nothing, and the values that do not.
 _NEUTRAL: dict[str, tuple[tuple[float, ...], str]] = {
-    "presence_penalty": ((0,), "only 0 is supported: use repetition_penalty"),
-    "frequency_penalty": ((0,), "only 0 is supported: use repetition_penalty"),
     "beam_width": ((1,), "only 1 is supported"),
     "num_return_sequences": ((1,), "only 1 is supported: send the request several times, each with a seed"),
-    "min_tokens": ((0, 1), "only 0 and 1 are supported"),
 }
 
 
@@ -73,11 +79,12 @@ def parse_request(tensors: Mapping[str, np.ndarray], parameters: Mapping[str, An
     options = dict(defaults.options)
     if "random_seed" in values:
         options["seed"] = _scalar("random_seed", values["random_seed"][0])
-    options |= {name: _scalar(name, values[name][0]) for name in GENERATION_INPUTS if name in values}
+    options |= {name: _value(name, values) for name in GENERATION_INPUTS if name in values}
     if options.get("max_tokens", 1) < 1:
         raise InvalidRequest(f"max_tokens is {options['max_tokens']}, wanted 1 or more")
     runtime = runtime_options(options)
     runtime["stop"] = _words(values, "stop_words")
+    runtime |= _guide(values)
     runtime["raw"] = not _flag(values, "apply_chat_template", defaults.apply_chat_template)
     runtime["logprobs"] = 0 if _flag(values, "return_log_probs", False) else None
     return Request(
@@ -107,11 +114,26 @@ def _refuse_unsupported(values: Mapping[str, np.ndarray], defaults: Defaults) ->
     for name, (neutral, wanted) in _NEUTRAL.items():
         if name in values and _scalar(name, values[name][0]) not in neutral:
             raise InvalidRequest(f"{name} is {values[name][0]}, and {wanted}")
-    if words := _words(values, "bad_words"):
-        raise InvalidRequest(f"bad_words has {words[0]!r}, and only empty ones are supported")
     if "end_id" in values and (end := int(values["end_id"][0])) not in defaults.eos_token_ids:
         known = ", ".join(map(str, sorted(defaults.eos_token_ids))) or "none"
         raise InvalidRequest(f"end_id is {end}, and only a token that ends this model's text is supported: {known}")
+
+
+def _value(name: str, values: Mapping[str, np.ndarray]) -> Any:
+    """The value of a generation option's input: one, or several texts."""
+    return _words(values, name) if DEFAULTS[name].kind is tuple else _scalar(name, values[name][0])
+
+
+def _guide(values: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """The grammar that a request names as TensorRT-LLM's clients do, as an option of the runtime's."""
+    kind, guide = (_text(name, values[name][0]) if name in values else "" for name in _GUIDE)
+    if not kind and not guide:
+        return {}
+    if kind not in GUIDE_TYPES:
+        raise InvalidRequest(f"guided_decoding_guide_type is {kind!r}, wanted one of {', '.join(GUIDE_TYPES)}")
+    if kind != "json" and not guide:
+        raise InvalidRequest(f"guided_decoding_guide is missing: give the {kind.replace('_', ' ')} that answers follow")
+    return {GUIDE_TYPES[kind]: guide or "{}"}
 
 
 def _flag(values: Mapping[str, np.ndarray], name: str, default: bool) -> bool:

@@ -37,8 +37,10 @@ def test_generate_offers_every_option_of_the_command_line_with_its_default_and_h
         parameter = offered[option.name]
         assert parameter.help == option.help
         assert (parameter.default or ()) == (option.default or ()), option.name
-        assert parameter.opts == [f"--{option.name.replace('_', '-')}"]
-        assert not parameter.secondary_opts
+        flag = option.flag.replace("_", "-")
+        # A switch has one flag, which changes its default.
+        on, off = ([], [f"--no-{flag}"]) if option.kind is bool and option.default else ([f"--{flag}"], [])
+        assert ([each for each in parameter.opts if each.strip()], parameter.secondary_opts) == (on, off)
 
 
 def test_the_triton_model_has_an_input_for_what_requests_set_and_a_default_for_what_operators_set_too() -> None:
@@ -64,11 +66,14 @@ class Another:
 
 def test_an_option_knows_its_type_and_whether_it_may_be_left_open() -> None:
     assert options_of(Another) == {
-        "penalty": Option("penalty", float, 0.0, False, "A penalty.", Range(-2, 2), (), None, Served.REQUEST, "p"),
-        "words": Option("words", tuple, None, True, "Words.", triton_name="words"),
+        "penalty": Option(
+            "penalty", float, 0.0, False, "A penalty.", Range(-2, 2), (), None, Served.REQUEST, "p",
+            flag="penalty",
+        ),
+        "words": Option("words", tuple, None, True, "Words.", triton_name="words", flag="words"),
         "length": Option(
             "length", int, None, True, "A length.", Range(0, 10, above=True, below=True), if_none="free",
-            triton_name="length",
+            triton_name="length", flag="length",
         ),
     }  # fmt: skip
 

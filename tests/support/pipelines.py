@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,7 @@ def table_pipeline(
     tokenizer: Tokenizer | None = None,
     eos: Sequence[int] = (),
     slim: str | None = "slim",
+    settings: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> WatchedPipeline:
     """The real pipeline over `engine`.
@@ -78,6 +79,7 @@ def table_pipeline(
         directory: where the tokenizer's file goes.
         draft_with: `ngram`, `mask` (the engine's deepest tier), or another engine, which becomes a `model` drafter.
         tokenizer: one token a letter if None.
+        settings: of the model's generation_config.json.
         options: `max_sequences`, `retained_slots`, `slot_timeout`.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -95,6 +97,7 @@ def table_pipeline(
         "verifier": {"tiers": {tier: {"mask": kept} if tier != FULL else {} for tier in engine.tiers}},
         "max_seq_len": engine.max_seq_len,
         "tokenizer": {"eos_token_ids": list(eos), "special_tokens": {}, "chat_template": None},
+        "generation_config": dict(settings or {}),
         "slim": slim,
         "drafter": described,
         "files": {"tokenizer.json": {}},

@@ -19,6 +19,9 @@ _KINDS: dict[str, tuple[str, Any]] = {
     "mode": ("BYTES", np.object_),
     "stop_words": ("BYTES", np.object_),
     "bad_words": ("BYTES", np.object_),
+    "guided_decoding_guide_type": ("BYTES", np.object_),
+    "guided_decoding_guide": ("BYTES", np.object_),
+    "no_repeat_ngram_size": ("INT32", np.int32),
     "seed": ("UINT64", np.uint64),
     "random_seed": ("UINT64", np.uint64),
     **dict.fromkeys(

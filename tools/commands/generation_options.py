@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
@@ -28,7 +29,7 @@ def with_generation_options(function: Callable[..., None]) -> Callable[..., None
 
     @functools.wraps(function)
     def wrapped(**given: Any) -> None:
-        values = {option.name: given.pop(option.name) for option in offered}
+        values = {option.name: _value(option, given.pop(option.name)) for option in offered}
         function(**given, **{_CONFIG: GenerationConfig(**values)})
 
     wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -62,11 +63,32 @@ def split_settings(given: Sequence[str], flag: str) -> Iterator[tuple[str, str]]
         yield name, value
 
 
+def _value(option: Option, given: Any) -> Any:
+    """The value of an option: what was given, or what is in the file that was."""
+    if not option.from_file or given is None:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise CommandError(f"--{_flag(option)} {given} cannot be read: {reason}") from None
+
+
+def _flag(option: Option) -> str:
+    return option.flag.replace("_", "-")
+
+
 def _parameter(option: Option) -> inspect.Parameter:
-    kind: Any = list[str] if option.kind is tuple else option.kind
-    flags = [f"--{option.name.replace('_', '-')}"] if option.kind is bool else []  # one flag, no `--no-…` beside it
-    declared = typer.Option(*flags, help=option.help, show_default=option.if_none or option.kind is not bool)
-    annotation: Any = Annotated[Optional[kind] if option.may_be_none else kind, declared]  # noqa: UP045 - a value
-    default = None if option.kind is tuple else option.default
+    several = option.kind in (tuple, dict)
+    kind: Any = list[option.items if option.kind is tuple else str] if several else option.kind  # type: ignore[misc]
+    flags: list[str] = []
+    if option.kind is bool:  # one flag: what changes the default
+        flags = [f" /--no-{_flag(option)}" if option.default else f"--{_flag(option)}"]
+    elif option.flag != option.name:
+        flags = [f"--{_flag(option)}"]
+    shown = option.if_none or option.kind is not bool
+    declared = typer.Option(*flags, help=option.help, show_default=shown, metavar="FILE" if option.from_file else None)
+    annotation: Any = Annotated[Optional[kind] if option.may_be_none or several else kind, declared]  # noqa: UP045 - a value
+    default = None if several else option.default
     anywhere = inspect.Parameter.POSITIONAL_OR_KEYWORD
     return inspect.Parameter(option.name, anywhere, default=default, annotation=annotation)

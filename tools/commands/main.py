@@ -14,6 +14,7 @@ from via_sd.tools.commands.demo import demo
 from via_sd.tools.commands.export import export
 from via_sd.tools.commands.generate import generate
 from via_sd.tools.commands.inspect import inspect
+from via_sd.tools.commands.score import score
 from via_sd.tools.commands.search import search
 from via_sd.tools.commands.triton import triton
 from via_sd.tools.commands.validate import validate
@@ -42,7 +43,7 @@ def _main(
     """VIA-SD speculative decoding: export a verifier and its slim-verifier over one set of weights, and run them."""
 
 
-for verb in (export, search, generate, calibrate, bench, validate, build, triton, inspect, demo):
+for verb in (export, search, generate, score, calibrate, bench, validate, build, triton, inspect, demo):
     app.command()(verb)
 
 

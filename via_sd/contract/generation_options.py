@@ -6,8 +6,9 @@ and default, and its documentation follow.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from via_sd.contract.mode_names import AUTO, CALIBRATED, MODES, ROUTERS
@@ -16,6 +17,8 @@ from via_sd.errors import RequestError
 
 #: The paper's thresholds (Algorithm 2).
 ALPHA1, ALPHA2 = 0.5, 0.3
+#: Options that say what form an answer has.
+GRAMMARS = ("json_schema", "regex", "grammar", "choices")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +61,56 @@ class GenerationConfig:
         range=Range(0.01, 100),
         served=Served.REQUEST,
     )
+    presence_penalty: float = declare(
+        0.0, "Subtract this from the logits of generated tokens.", range=Range(-2, 2), served=Served.REQUEST
+    )
+    frequency_penalty: float = declare(
+        0.0,
+        "Subtract this from the logits of generated tokens for each time they occurred.",
+        range=Range(-2, 2),
+        served=Served.REQUEST,
+    )
+    logit_bias: Mapping[int, float] | None = declare(
+        None, "Add to the logit of a token: ID=BIAS, -100 to 100; there may be several.", range=Range(-100, 100),
+        if_none="none",
+    )  # fmt: skip
+    suppress_tokens: Sequence[int] | None = declare(
+        None, "Ids of tokens that are never generated.", range=Range(0), if_none="those of the model"
+    )
+    bad_words: Sequence[str] | None = declare(
+        None, "A text that is never generated; there may be several.", if_none="those of the model",
+        served=Served.REQUEST,
+    )  # fmt: skip
+    no_repeat_ngram_size: int | None = declare(
+        None,
+        "Never generate a sequence of so many tokens that prompt or answer have already; 0: no limit.",
+        range=Range(0),
+        if_none="the model's, which is 0 for most",
+        served=Served.REQUEST,
+    )
+    min_new_tokens: int | None = declare(
+        None, "Tokens that do not end the text before so many were generated.", range=Range(0),
+        if_none="the model's, which is 0 for most", served=Served.REQUEST, triton_name="min_tokens",
+    )  # fmt: skip
+    json_schema: str | Mapping[str, object] | None = declare(
+        None, "JSON schema that the answer follows; `{}` for any JSON.", if_none="none", from_file=True
+    )
+    regex: str | None = declare(None, "Regular expression that the whole answer matches.", if_none="none")
+    grammar: str | None = declare(
+        None, "Grammar in Lark's or llama.cpp's form (GBNF) that the answer follows.", if_none="none",
+        from_file=True,
+    )  # fmt: skip
+    choices: Sequence[str] | None = declare(
+        None, "A text that the answer may be; there may be several.", if_none="any text", flag="choice"
+    )
     seed: int | None = declare(
         None, "Random seed: the same seed gives the same output.", range=Range(0, 2**64 - 1), if_none="drawn",
         served=Served.REQUEST,
     )  # fmt: skip
     stop: Sequence[str] | None = declare((), "A string that ends the text and is not part of it; there may be several.")
+    stop_token_ids: Sequence[int] = declare((), "Ids of tokens that end the text.", range=Range(0))
+    skip_special_tokens: bool = declare(True, "Leave special tokens out of the text.")
+    echo: bool = declare(False, "Begin the text with the prompt.")
     ignore_eos: bool = declare(False, "Go on after end-of-sequence tokens.", served=Served.REQUEST)
     raw: bool = declare(False, "Take the prompt as it is, without the chat template.")
     logprobs: int | None = declare(
@@ -111,8 +159,15 @@ class GenerationConfig:
     keep_margins: bool = declare(False, "Routed: keep `Completion.margins`.", command_line=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.json_schema, Mapping):
+            object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
         for name, option in OPTIONS.items():
             object.__setattr__(self, name, option.check(getattr(self, name)))
+        grammars = [name for name in GRAMMARS if getattr(self, name) is not None]
+        if len(grammars) > 1:
+            raise RequestError(f"{' and '.join(grammars)} exclude each other; give one of them")
+        if grammars and self.ignore_eos:
+            raise RequestError(f"ignore_eos would go on behind the end of what {grammars[0]} allows; leave it out")
         if self.router == CALIBRATED and (self.alpha1, self.alpha2) != (None, None):
             raise RequestError(
                 "alpha1 and alpha2 are thresholds of the routers paper and adaptive; the calibrated one takes "

@@ -11,6 +11,7 @@ from typing import Any
 
 from via_sd.contract.file_entries import difference
 from via_sd.contract.graphs import FULL, KEEP
+from via_sd.contract.model_settings import check_settings
 from via_sd.errors import BundleError, MaskError
 from via_sd.files import read_json, write_json
 from via_sd.masks import Mask, ModelIdentity, parse_mask
@@ -183,6 +184,9 @@ def _check_contract(manifest: dict[str, Any]) -> None:
     for what, name in (("slim", manifest["slim"]), ("drafter.tier", drafter.get("tier"))):
         if name is not None and "mask" not in tiers.get(name, {}):
             raise ValueError(f"{what} is {name!r}, and no tier of that name has a mask")
+    settings = manifest.get("generation_config", {})
+    _check({"generation_config": settings}, {"generation_config": dict}, "")
+    check_settings(settings)
     for name in manifest["files"]:
         _check(manifest["files"], {name: {"size": int, "xxh3": str}}, "files.")
 

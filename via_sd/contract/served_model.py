@@ -35,22 +35,22 @@ def _one(name: str, data_type: DataType, meaning: str, *, optional: bool = True)
 
 def _input_of(option: Option) -> TensorSpec:
     """A request's input for a generation option."""
+    if option.kind is tuple:
+        return TensorSpec(option.triton_name, "STRING", (-1,), option.help)
     wide = option.kind is int and 2**31 <= option.range.high < math.inf  # INT32 is what clients send of the others
     return _one(option.triton_name, "UINT64" if wide else _DATA_TYPES[option.kind], option.help)
 
 
+#: The kinds of guide that TensorRT-LLM's models know, and the options that they stand for here.
+GUIDE_TYPES = {"json": "json_schema", "json_schema": "json_schema", "regex": "regex", "ebnf_grammar": "grammar"}
 #: What is handed on to the runtime as it is.
 _GENERATION = tuple(_input_of(option) for option in OPTIONS.values() if option.served is Served.REQUEST)
 #: What TensorRT-LLM's clients send whether they need it or not: taken where it changes nothing, else refused.
 _COMPATIBLE = (
     _one("random_seed", "UINT64", "seed, as older clients call it"),
-    _one("presence_penalty", "FP32", "only 0 is supported"),
-    _one("frequency_penalty", "FP32", "only 0 is supported"),
     _one("length_penalty", "FP32", "no effect: it ranks beams, and there is one"),
     _one("beam_width", "INT32", "only 1 is supported"),
     _one("num_return_sequences", "INT32", "only 1 is supported"),
-    _one("min_tokens", "INT32", "only 0 and 1 are supported"),
-    TensorSpec("bad_words", "STRING", (-1,), "only empty ones are supported"),
     _one("end_id", "INT32", "only a token that ends the model's text anyway is supported"),
     _one("pad_id", "INT32", "no effect: nothing is padded"),
 )
@@ -59,6 +59,8 @@ INPUTS = (
     _one("stream", "BOOL", "one response per chunk of text; otherwise one response with the whole text"),
     *_GENERATION,
     TensorSpec("stop_words", "STRING", (-1,), "texts that end the output; they are not part of it"),
+    _one("guided_decoding_guide_type", "STRING", f"what form the answer has: {', '.join(GUIDE_TYPES)}"),
+    _one("guided_decoding_guide", "STRING", "the JSON schema, regular expression or grammar of that form"),
     _one("exclude_input_in_output", "BOOL", "false puts the prompt in front of the output; true is the default"),
     _one("apply_chat_template", "BOOL", "wrap the prompt in the model's chat template as a user's message"),
     _one("return_num_input_tokens", "BOOL", "adds the output num_input_tokens"),

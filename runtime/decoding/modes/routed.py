@@ -57,7 +57,8 @@ def _slim_first(run: Run, draft: Draft, audit: Audit) -> Passes[int]:
     rows = yield from run.forward(run.options.slim, [*tokens, *draft.tokens], len(draft.tokens) + 1)
     for j, token in enumerate(draft.tokens):
         row = rows[j]
-        route = router.route(row, token, tightening)
+        # A token that is ruled out must neither be accepted nor make slim look sure.
+        route = router.route(run.processor.constrained(row, tokens), token, tightening)
         if route is Route.ESCALATE:
             run.counters.escalations += 1
             rest = Draft(draft.tokens[j:], draft.distributions[j:])
@@ -68,7 +69,7 @@ def _slim_first(run: Run, draft: Draft, audit: Audit) -> Passes[int]:
         if not audit.let_through(Item(token, "draft"), row):
             return j + 1
     last = rows[len(draft.tokens)]
-    if router.is_sure(last, tightening):
+    if router.is_sure(run.processor.constrained(last, tokens), tightening):
         audit.let_through(Item(run.sample(last, tokens, Purpose.SLIM_TOKEN), "slim"), last)
     elif not draft.tokens:
         run.counters.escalations += 1

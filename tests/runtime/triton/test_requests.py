@@ -23,9 +23,13 @@ MALFORMED: dict[str, tuple[str | bytes, dict[str, Any], str]] = {
     "not a number": (PROMPT, {"top_p": float("nan")}, "top_p is nan"),
     "top_p over 1": (PROMPT, {"top_p": 1.5}, "top_p is 1.5"),
     "unknown mode": (PROMPT, {"mode": "warp"}, "mode 'warp' is not known"),
-    "penalty that is not supported": (PROMPT, {"presence_penalty": 0.5}, "presence_penalty is 0.5"),
+    "penalty out of range": (PROMPT, {"presence_penalty": 2.5}, "presence_penalty is 2.5, wanted -2 to 2"),
     "several beams": (PROMPT, {"beam_width": 4}, "beam_width is 4, and only 1 is supported"),
-    "a word that may not occur": (PROMPT, {"bad_words": ["", "fox"]}, "bad_words has 'fox'"),
+    "a guide of a kind that is not known": (
+        PROMPT,
+        {"guided_decoding_guide_type": "tag", "guided_decoding_guide": "x"},
+        "guided_decoding_guide_type is 'tag', wanted one of json, json_schema, regex, ebnf_grammar",
+    ),
     "another end": (
         PROMPT,
         {"end_id": 5},

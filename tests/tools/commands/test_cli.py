@@ -473,6 +473,31 @@ def test_bench_refuses_a_place_it_could_not_write_before_it_measures(option, tin
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
 
 
+def test_generate_gives_several_answers_over_one_prefill(tiny_bundle):
+    command = ("generate", tiny_bundle, "--prompt", "abcdefgh", "--raw", "--temperature", 1.0, "--seed", 3, "--n", 2)
+    found = json.loads(invoke(*command, "--max-new-tokens", 8, "--json").stdout)["completions"]
+    assert [each["seed"] for each in found] == [3, 4]
+    assert [each["stats"]["reused_prefix_tokens"] for each in found] == [0, 6]
+    shown = invoke(*command, "--max-new-tokens", 8)
+    assert "-- answer 2, seed 4" in shown.stderr
+
+
+def test_generate_takes_rules_and_grammars(tiny_bundle, tmp_path):
+    pytest.importorskip("llguidance", reason="needs the grammar extra")
+    (tmp_path / "schema.json").write_text('{"enum": ["river", "sea"]}')
+    command = ("generate", tiny_bundle, "--prompt", "Name one.")
+    assert invoke(*command, "--json-schema", tmp_path / "schema.json").stdout.strip() in ('"river"', '"sea"')
+    assert invoke(*command, "--choice", "salty", "--choice", "fresh").stdout.strip() in ("salty", "fresh")
+    biased = invoke(*command, "--logit-bias", "65=100", "--logit-bias", "66=-100", "--max-new-tokens", 3, "--json")
+    assert json.loads(biased.stdout)["token_ids"] == [65, 65, 65]
+    stopped = invoke(*command, "--logit-bias", "65=100", "--stop-token-ids", 65, "--json")
+    assert json.loads(stopped.stdout)["token_ids"] == [65]
+    refused(invoke(*command, "--json-schema", tmp_path / "none.json"), "--json-schema", "No such file")
+    refused(invoke(*command, "--logit-bias", "65"), "logit_bias is", "wanted numbers by token id")
+    refused(invoke(*command, "--regex", "("), "regex cannot be followed")
+    refused(invoke(*command, "--sampling-defaults"), "generation_config.json recommends none")
+
+
 def test_generate_says_when_routed_did_not_ask_slim(tiny_bundle, tmp_path):
     command = ("generate", tiny_bundle, "--prompt", "abc abc abc", "--raw", "--mode", "routed", "--max-new-tokens", 6)
     asked = invoke(*command, "--router", "paper", "--ignore-eos")
