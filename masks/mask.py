@@ -124,6 +124,10 @@ class Mask:
         """The same mask with everything that is in one of `precisions`, the LM head included, kept as full has it."""
         return self._replaced(dict.fromkeys(precisions, "keep"))
 
+    def without_bridges(self) -> Mask:
+        """The same mask with nothing in the place of what its bridges replace."""
+        return self._replaced({"bridge": "skip"})
+
     def _replaced(self, states: Mapping[str, Any]) -> Mask:
         attention, mlp = (tuple(states.get(state, state) for state in part) for part in (self.attention, self.mlp))
         return replace(self, attention=attention, mlp=mlp, head=states.get(self.head, self.head))

@@ -158,7 +158,7 @@ class Branches:
     def _bridge(self, entering: Sequence[ir.Value], name: str) -> Body:
         bridge = self._substitutes.bridges[name]
         delta, residual, *kv = entering
-        stream = _node("Add", [residual, delta], f"{name}.stream", delta)
+        stream = stream_node("Add", [residual, delta], f"{name}.stream", delta)
         bias = constant(f"{name}.bias", bridge.bias)
         if bridge.bits == 32:
             weights = [constant(f"{name}.weight", bridge.weight), bias]
@@ -170,8 +170,8 @@ class Branches:
             weights = [table, scale, bias]
         product.outputs[0].name = f"{name}.product"
         product.outputs[0].type, product.outputs[0].shape = delta.type, delta.shape
-        moved = _node("Add", [product.outputs[0], bias], f"{name}.moved", delta)
-        added = _node("Add", [delta, moved.outputs[0]], f"{name}.delta", delta)
+        moved = stream_node("Add", [product.outputs[0], bias], f"{name}.moved", delta)
+        added = stream_node("Add", [delta, moved.outputs[0]], f"{name}.delta", delta)
         return Body([stream, product, moved, added], [added.outputs[0], residual, *kv], weights)
 
 
@@ -206,7 +206,7 @@ def explicit_state(graph: ir.Graph, sublayer: Sublayer) -> State:
         return before
     made = next((user for user in before.residual.consumers() if user.name == _ENTRY), None)
     if made is None:
-        made = _node("Sub", [before.residual, before.residual], _ENTRY, before.residual)
+        made = stream_node("Sub", [before.residual, before.residual], _ENTRY, before.residual)
         graph.insert_before(sublayer.norm, made)
     return State(before.residual, made.outputs[0])
 
@@ -214,7 +214,7 @@ def explicit_state(graph: ir.Graph, sublayer: Sublayer) -> State:
 _ENTRY = "entry_delta"
 
 
-def _node(op_type: str, inputs: list[ir.Value], name: str, like: ir.Value) -> ir.Node:
+def stream_node(op_type: str, inputs: list[ir.Value], name: str, like: ir.Value) -> ir.Node:
     """A node with one output that has its name, and the type and shape of `like`."""
     node = ir.node(op_type, inputs, name=name)
     node.outputs[0].name = name

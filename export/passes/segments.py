@@ -61,11 +61,13 @@ def bridge_name(mask: Mask, run: range) -> str:
 def keep_vector(mask: Mask, segments: Sequence[Segment]) -> list[bool]:
     """The `keep` input that makes the routed graph compute `mask`."""
     taken = tier_branches(mask)
-    flags: list[bool] = []
-    for segment in segments:
-        index = segment.branches.index(taken[segment.start])
-        flags += [other >= index for other in range(len(segment.branches) - 1)]
-    return flags
+    return [flag for segment in segments for flag in branch_flags(segment, taken[segment.start])]
+
+
+def branch_flags(segment: Segment, branch: str) -> list[bool]:
+    """The entries of `keep` by which `segment` takes `branch`."""
+    index = segment.branches.index(branch)
+    return [other >= index for other in range(len(segment.branches) - 1)]
 
 
 def _branches(choices: Sequence[str]) -> tuple[str, ...]:

@@ -62,13 +62,19 @@ def read_source(directory: Path) -> Source:
 
     Raises:
         BundleError: no bundle there, a damaged one, or one of another version.
-        ExportError: a mask that is called as a model drafter's engine is.
+        ExportError: a mask that is called as a model drafter's engine is, or one with bridges.
     """
     manifest = read_manifest(directory)
     tiers = {
         name: parse_mask(tier["mask"]) if "mask" in tier else None
         for name, tier in manifest["verifier"]["tiers"].items()
     }
+    bridged = [name for name, mask in tiers.items() if mask is not None and mask.bridges]
+    if bridged:
+        raise ExportError(
+            f"{directory} has bridges in {', '.join(bridged)}, and engines have none; export a bundle whose masks skip "
+            "these sublayers to build engines from it"
+        )
     identity = ModelIdentity.from_json(manifest["model"])
     decoders = [Decoder(VERIFIER, tiers, manifest["verifier"], identity, int(manifest["max_seq_len"]))]
     drafter = manifest["drafter"]

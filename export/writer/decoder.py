@@ -5,13 +5,13 @@ lowered graph
   -> check            the float32 graph against its reference, with the weights as they are in memory
   -> QuantizePass     full, and a variant for each other precision that a mask names
   -> RoutePass        every tier in one graph; PrunePass: each mask's tier as a graph of its own
-  -> write            weights once, graphs that refer to them
+  -> write            weights once, graphs that refer to them; bridges are fitted with what is written, and written
   -> check            the written graph against the reference
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,32 @@ import numpy as np
 import onnx_ir as ir
 
 from via_sd.contract.graphs import FULL, KEEP
-from via_sd.export.passes import FuseGateUpPass, PrunePass, RoutePass, Substitutes, keep_vector, plan_segments
+from via_sd.export.passes import (
+    FuseGateUpPass,
+    PrunePass,
+    RoutePass,
+    Substitutes,
+    find_sublayers,
+    keep_vector,
+    plan_segments,
+)
 from via_sd.export.passes.lower import lower
 from via_sd.export.sources.checkpoint import Checkpoint
+from via_sd.export.writer.bridges import fit_bridges
 from via_sd.export.writer.check import Reference, check_logits, reference_logits, source_logits
 from via_sd.export.writer.describe import describe_kv, describe_values
 from via_sd.export.writer.input_energy import add_energy_outputs, input_energy
 from via_sd.export.writer.precision import quantise
 from via_sd.export.writer.stepper import Stepper
 from via_sd.export.writer.variants import quantised_variants
-from via_sd.export.writer.weights import WEIGHTS_FILE, added_bytes, save_graph, weights_as_inputs, write_weights
+from via_sd.export.writer.weights import (
+    WEIGHTS_FILE,
+    added_bytes,
+    append_weights,
+    save_graph,
+    weights_as_inputs,
+    write_weights,
+)
 from via_sd.masks import Mask
 from via_sd.progress import Progress
 
@@ -70,11 +86,16 @@ def write_decoder(
     # In a decoder of some precision, a mask that names it means what full does.
     branches = [mask.keeping(precision) for mask in masks]
     model, substitutes = _quantised(source, branches, precision, reference, max_seq_len, progress)
+    weights = write_weights(_without_bridges(model, branches, substitutes), directory, progress)
+    bridges = fit_bridges(
+        model, branches, substitutes, weights, directory, precision, source.config, max_seq_len, progress
+    )
+    substitutes = replace(substitutes, bridges=bridges)
     segments = plan_segments(branches, 2 * source.identity.num_layers)
     routed = RoutePass(segments, substitutes)(model.clone()).model
     slims = [PrunePass(mask, substitutes)(model.clone()).model for mask in branches]
 
-    weights = write_weights(routed, directory, progress)
+    append_weights(routed, directory, weights)
     save_graph(routed, directory / GRAPH_FILE, weights)
     full = [True] * sum(len(segment.branches) - 1 for segment in segments)
     own, *added = added_bytes([model, *slims], weights)
@@ -104,6 +125,12 @@ def write_decoder(
         "tiers": tiers,
     }
     return WrittenDecoder(manifest, result)
+
+
+def _without_bridges(model: ir.Model, masks: list[Mask], substitutes: Substitutes) -> ir.Model:
+    """The routed graph of the tiers, for its weights; bridges are fitted with them."""
+    segments = plan_segments([mask.without_bridges() for mask in masks], len(find_sublayers(model.graph)))
+    return RoutePass(segments, substitutes)(model.clone()).model
 
 
 def _is_quantised(source: Checkpoint, precision: str) -> bool:

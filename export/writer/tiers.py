@@ -21,13 +21,11 @@ def resolve_mask(mask: Mask | str | Path, model: ModelIdentity, mask_format: Mas
 
     Raises:
         MaskError: one that cannot be read, or does not fit `model`.
-        ExportError: a name that is the verifier's, or a bridge.
+        ExportError: a name that is the verifier's.
     """
     if not isinstance(mask, Mask):
         mask = read_mask(mask, num_layers=model.num_layers, mask_format=mask_format)
     mask.check_model(model)
-    if mask.bridges:
-        raise ExportError(f"mask '{mask.name}' has bridges, which this release does not export")
     if mask.name == FULL:
         raise ExportError(f"a mask cannot be called '{FULL}': that is the verifier's own tier; rename the file")
     return mask

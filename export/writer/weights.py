@@ -65,16 +65,33 @@ def write_weights(model: ir.Model, directory: Path, progress: Progress = no_prog
         owner = table[value.metadata_props[SHARES_BYTES_OF]]
         assert value.const_value is not None
         assert value.const_value.nbytes == owner.nbytes
-        table[value.name or ""] = ir.ExternalTensor(
-            WEIGHTS_FILE,
-            owner.offset,
-            owner.length,
-            value.const_value.dtype,
-            shape=ir.Shape(value.const_value.shape.numpy()),
-            name=value.name or "",
-            base_dir=directory,
-        )
+        table[value.name or ""] = _placed(value, directory, owner.offset, owner.length)
     return table
+
+
+def _placed(value: ir.Value, directory: Path, offset: int | None, length: int | None) -> ir.ExternalTensor:
+    """The constant of `value` as what lies at a place of the weights file."""
+    tensor = value.const_value
+    assert tensor is not None
+    shape = ir.Shape(tensor.shape.numpy())
+    return ir.ExternalTensor(
+        WEIGHTS_FILE, offset, length, tensor.dtype, shape=shape, name=value.name or "", base_dir=directory
+    )
+
+
+def append_weights(model: ir.Model, directory: Path, weights: dict[str, ir.ExternalTensor]) -> None:
+    """Write large initializers of `model` that are not in `weights` behind them, and add them to `weights`."""
+    with (directory / WEIGHTS_FILE).open("ab") as stream:
+        for value in _large(initializers(model)):
+            name = value.name or ""
+            if name in weights:
+                continue
+            assert value.const_value is not None
+            offset = -(-stream.tell() // ALIGNMENT) * ALIGNMENT
+            stream.write(bytes(offset - stream.tell()))
+            data = value.const_value.tobytes()
+            stream.write(data)
+            weights[name] = _placed(value, directory, offset, len(data))
 
 
 def save_graph(model: ir.Model, path: Path, weights: dict[str, ir.ExternalTensor]) -> None:

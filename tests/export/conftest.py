@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -247,8 +248,14 @@ def reference() -> Callable[..., np.ndarray]:
 
 
 def reference_logits(
-    directory: Path, tokens: Sequence[int], *, skip_attention: Sequence[int] = (), skip_mlp: Sequence[int] = ()
+    directory: Path,
+    tokens: Sequence[int],
+    *,
+    skip_attention: Sequence[int] = (),
+    skip_mlp: Sequence[int] = (),
+    move: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType({}),
 ) -> np.ndarray:
+    """What the fixture `reference` gives; `move` changes the stream before a layer."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
@@ -261,6 +268,10 @@ def reference_logits(
         model.model.layers[index].self_attn.register_forward_hook(silence)
     for index in skip_mlp:
         model.model.layers[index].mlp.register_forward_hook(silence)
+    for index, moved in move.items():
+        model.model.layers[index].register_forward_pre_hook(
+            lambda _, inputs, moved=moved: (moved(inputs[0]), *inputs[1:])
+        )
     with torch.no_grad():
         logits: np.ndarray = model(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy()
     return logits

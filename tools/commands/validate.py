@@ -57,6 +57,9 @@ def validate(
     else:
         for name, reports in found.models.items():
             _show(f"{name} on {backend}, {found.precision}, against transformers", reports)
+        if found.not_compared:
+            tiers = ", ".join(found.not_compared)
+            out.print(f"not compared: {tiers} (transformers has nothing like a bridge)", highlight=False)
     if found.failed:
         failed = "; ".join(f"{report.tier} ({_reason(report)})" for report in found.failed)
         raise CheckFailedError(f"not what transformers computes: {failed}")

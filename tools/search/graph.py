@@ -1,8 +1,7 @@
 """The graph the mask search runs: every sublayer behind its own flag, and the residual stream open at its boundaries.
 
-A decoder graph goes in (one that `export_bundle` would write, from a checkpoint or out of a bundle). Skipping a
-sublayer hands the stream through, so a candidate that shares its first sublayers with one that ran before starts from
-the stream that one left behind: all flags up to there are false, and `hidden` takes the place of the embedding.
+A decoder graph goes in (one that `export_bundle` would write, from a checkpoint or out of a bundle), an open graph
+comes out: a candidate that shares its first sublayers with one that ran before starts from the stream that one left.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import onnx_ir as ir
 
 from via_sd.contract.manifest import MANIFEST, TOKENIZER_FILE
 from via_sd.errors import ViaSdError
-from via_sd.export.passes import RoutePass, find_sublayers, sublayer_segments
+from via_sd.export.passes import OpenStreamPass, find_sublayers, sublayer_segments
 from via_sd.export.passes.lower import lower
 from via_sd.export.portable.unroute import UnroutePass
 from via_sd.export.sources.checkpoint import open_checkpoint
@@ -25,66 +24,7 @@ from via_sd.export.writer.tokenizer import export_tokenizer
 from via_sd.export.writer.weights import load_graph, save_graph, write_weights
 from via_sd.files import write_json
 from via_sd.runtime import load_bundle
-from via_sd.tools.search.session import DESCRIPTION_FILE, GRAPH_FILE, HIDDEN, REFUSED, RESUME, boundary_output
-
-
-class OpenStreamPass(ir.passes.InPlacePass):
-    """Route every sublayer, and give the residual stream an entry besides the embedding and exits at `boundaries`.
-
-    Requires: a decoder graph `find_sublayers` understands, not yet routed; boundaries from 2 on.
-    Ensures: input `keep` as `RoutePass` makes it, one flag per sublayer; inputs `resume` bool[1] and `hidden`
-    float[batch, sequence_len, hidden]: with `resume` the stream starts as `hidden` instead of the embedding of
-    `input_ids`; an output `hidden_<b>` for each boundary b, the stream before sublayer b (after the last one for b =
-    number of sublayers).
-    """
-
-    def __init__(self, boundaries: list[int]) -> None:
-        super().__init__()
-        self.boundaries = boundaries
-
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        graph = model.graph
-        sublayers = find_sublayers(graph)
-        embedding = sublayers[0].before.residual
-        RoutePass(sublayer_segments(len(sublayers)))(model)
-        segments = [node for node in graph if node.op_type == "If"]
-        for boundary in self.boundaries:
-            delta, residual = segments[boundary - 1].outputs[:2]
-            stream = _node("Add", [residual, delta], boundary_output(boundary), embedding)
-            graph.insert_after(segments[boundary - 1], stream)
-            graph.outputs.append(stream.outputs[0])
-        _open_entry(graph, embedding)
-        return ir.passes.PassResult(model, modified=True)
-
-
-def _open_entry(graph: ir.Graph, embedding: ir.Value) -> None:
-    users = list(embedding.uses())
-    resume = ir.Value(name=RESUME, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([1]))
-    width = embedding.shape[-1] if embedding.shape is not None else None
-    hidden = ir.Value(name=HIDDEN, type=embedding.type, shape=ir.Shape(["batch", "resumed_len", width]))
-    graph.inputs.extend([resume, hidden])
-    given = _node("Identity", [hidden], "given_stream", embedding)
-    embedded = _node("Identity", [embedding], "embedded_stream", embedding)
-    entry = _node("If", [resume], "entry_stream", embedding)
-    entry.attributes["then_branch"] = ir.AttrGraph(
-        "then_branch", ir.Graph([], given.outputs, nodes=[given], name="resumed")
-    )
-    entry.attributes["else_branch"] = ir.AttrGraph(
-        "else_branch", ir.Graph([], embedded.outputs, nodes=[embedded], name="from_embedding")
-    )
-    producer = embedding.producer()
-    assert producer is not None
-    graph.insert_after(producer, entry)
-    for user, index in users:
-        user.replace_input_with(index, entry.outputs[0])
-
-
-def _node(op_type: str, inputs: list[ir.Value], name: str, like: ir.Value) -> ir.Node:
-    """A node with one output that has its name, and the type and shape of `like`."""
-    node = ir.node(op_type, inputs, name=name)
-    node.outputs[0].name = name
-    node.outputs[0].type, node.outputs[0].shape = like.type, like.shape
-    return node
+from via_sd.tools.search.session import DESCRIPTION_FILE, GRAPH_FILE, REFUSED
 
 
 def write_search_graph(model: ir.Model, directory: Path) -> list[int]:
@@ -96,7 +36,7 @@ def write_search_graph(model: ir.Model, directory: Path) -> list[int]:
     count = len(find_sublayers(model.graph))
     stride = 2 * -(-count // 20)
     boundaries = [*range(stride, count, stride), count]
-    OpenStreamPass(boundaries)(model)
+    OpenStreamPass(sublayer_segments(count), boundaries)(model)
     save_graph(model, directory / GRAPH_FILE, write_weights(model, directory))
     return boundaries
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from via_sd.contract.graphs import KEEP, LOGITS, step_arrays
+from via_sd.contract.open_stream import HIDDEN, RESUME, boundary_output
 from via_sd.errors import SearchError
 from via_sd.masks import Mask
 
@@ -19,15 +20,8 @@ Floats = NDArray[np.float32]
 #: Files and names of a search graph, see `search_graph`.
 GRAPH_FILE = "search.onnx"
 DESCRIPTION_FILE = "search.json"
-HIDDEN = "hidden"
-RESUME = "resume"
 #: Exit code of the process that builds one, see `graph`, for an expected failure; the reason is on stderr.
 REFUSED = 2
-
-
-def boundary_output(boundary: int) -> str:
-    """Name of the output that holds the stream before sublayer `boundary`."""
-    return f"hidden_{boundary}"
 
 
 def keep_bits(mask: Mask) -> int:
@@ -60,7 +54,7 @@ class SearchSession:
         self.ort = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         inputs = {value.name: value for value in self.ort.get_inputs()}
         self.num_sublayers: int = inputs[KEEP.name].shape[0]
-        self.hidden_size: int = inputs[HIDDEN].shape[-1]
+        self.hidden_size: int = inputs[HIDDEN.name].shape[-1]
         self.vocab_size: int = next(o for o in self.ort.get_outputs() if o.name == LOGITS.name).shape[-1]
         self.boundaries = tuple(boundaries)
         self.kv = kv
@@ -137,8 +131,8 @@ class KVBuffers:
         feeds = {
             **step_arrays(fed, past, 0 if logits is None else len(logits)),
             KEEP.name: KEEP.array([keep >> i & 1 for i in range(count)]),
-            RESUME: np.array([hidden is not None]),
-            HIDDEN: given[None],
+            RESUME.name: RESUME.array([hidden is not None]),
+            HIDDEN.name: given[None],
         }
         for name, array in feeds.items():
             assert isinstance(array, np.ndarray)

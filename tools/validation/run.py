@@ -31,6 +31,7 @@ class Validation:
     Attributes:
         backend, precision: what ran the bundle, and the precision it computes in.
         tolerance: what the outputs of full were held to; a tier in fewer bits is held to that of its bits.
+        not_compared: tiers with bridges, which transformers does not have.
         models: a report for each tier of the `verifier`, and for the `drafter` where it was compared.
     """
 
@@ -38,6 +39,7 @@ class Validation:
     precision: str
     tolerance: Tolerance
     models: Mapping[str, list[TierReport]]
+    not_compared: tuple[str, ...] = ()
 
     @property
     def failed(self) -> list[TierReport]:
@@ -50,6 +52,7 @@ class Validation:
             "precision": self.precision,
             "tolerance": asdict(self.tolerance),
             "passed": not self.failed,
+            "not_compared": list(self.not_compared),
             "models": {
                 name: [{**asdict(report), "passed": report.passed} for report in reports]
                 for name, reports in self.models.items()
@@ -119,7 +122,8 @@ def validate(
                 layers=layers,
                 progress=progress,
             )
-    return Validation(backend, precision, _tolerance(precision, absolute, relative), models)
+    bridged = tuple(tier for tier, mask in masks.items() if mask.bridges)
+    return Validation(backend, precision, _tolerance(precision, absolute, relative), models, bridged)
 
 
 def _lowest(mask: Mask | None, precision: str) -> str:
