@@ -62,19 +62,16 @@ def read_source(directory: Path) -> Source:
 
     Raises:
         BundleError: no bundle there, a damaged one, or one of another version.
-        ExportError: a mask that is called as a model drafter's engine is, or one with bridges.
+        ExportError: a mask that is called as a model drafter's engine is, or one with bridges or its own precision.
     """
     manifest = read_manifest(directory)
     tiers = {
         name: parse_mask(tier["mask"]) if "mask" in tier else None
         for name, tier in manifest["verifier"]["tiers"].items()
     }
-    bridged = [name for name, mask in tiers.items() if mask is not None and mask.bridges]
-    if bridged:
-        raise ExportError(
-            f"{directory} has bridges in {', '.join(bridged)}, and engines have none; export a bundle whose masks skip "
-            "these sublayers to build engines from it"
-        )
+    for name, mask in tiers.items():
+        if mask is not None:
+            _refuse_what_engines_lack(directory, name, mask.keeping(manifest["precision"]))
     identity = ModelIdentity.from_json(manifest["model"])
     decoders = [Decoder(VERIFIER, tiers, manifest["verifier"], identity, int(manifest["max_seq_len"]))]
     drafter = manifest["drafter"]
@@ -86,6 +83,17 @@ def read_source(directory: Path) -> Source:
         identity = ModelIdentity.from_json(drafter["model"])
         decoders.append(Decoder(DRAFTER, {DRAFTER: None}, drafter, identity, int(drafter["max_seq_len"])))
     return Source(directory, manifest, tuple(decoders))
+
+
+def _refuse_what_engines_lack(directory: Path, tier: str, mask: Mask) -> None:
+    """Engines of a bundle leave sublayers out, and compute all others in one precision."""
+    lacking = ["bridges"] if mask.bridges else []
+    lacking += [f"sublayers or the LM head in {precision}" for precision in mask.precisions]
+    if lacking:
+        raise ExportError(
+            f"tier {tier} of {directory} has {' and '.join(lacking)}, and engines have neither bridges nor a precision "
+            "per tier; export a bundle whose masks only keep and skip to build engines from it"
+        )
 
 
 @contextlib.contextmanager

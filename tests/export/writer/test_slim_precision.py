@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from via_sd.export import ExportError, export_bundle
+from via_sd.export.tensorrt.source import read_source
 from via_sd.masks import Mask, write_mask
 from via_sd.runtime import load_bundle
 
@@ -147,3 +148,14 @@ def test_tiers_that_make_no_sense_are_refused(precision, slim_precision, masks, 
             verifier, tmp_path / "bundle", precision=precision, slim_precision=slim_precision, masks=masks, check=False
         )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_engines_are_not_built_from_a_tier_in_a_precision_of_its_own(slim_bundles):
+    with pytest.raises(ExportError, match=r"tier slim of .* has sublayers or the LM head in int8, and engines have"):
+        read_source(slim_bundles["fp32", "int8"])
+
+
+def test_engines_are_built_from_a_mask_that_names_the_precision_of_full(verifier, tmp_path):
+    mask = Mask(("int8", "skip", "keep", "keep"), ("int8", "skip", "keep", "keep"), "int8")
+    bundle = export_bundle(verifier, tmp_path / "bundle", masks=[mask], precision="int8", max_seq_len=96, check=False)
+    assert list(read_source(bundle).decoders[0].engines) == ["full", "slim"]

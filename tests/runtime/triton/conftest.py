@@ -34,15 +34,27 @@ def bundle(checkpoint: Path, shared: SharedFolder) -> Path:
 
 
 @pytest.fixture(scope="session")
+def precise_bundle(checkpoint: Path, shared: SharedFolder) -> Path:
+    """A bundle of the same model whose slim tier runs everything, in int8."""
+    from via_sd.export import export_bundle
+
+    return shared.make(
+        "parrot-int8",
+        lambda out: export_bundle(checkpoint, out, slim_precision="int8", max_seq_len=parrot.MAX_SEQ_LEN),
+    )
+
+
+@pytest.fixture(scope="session")
 def pipeline(bundle: Path) -> Pipeline:
     """The same bundle in the library: what the server says has to be what this says."""
     return Pipeline.load(bundle, threads=1)
 
 
 @pytest.fixture(scope="session")
-def repository(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def repository(bundle: Path, precise_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository with the model as it is by default, `narrow`, which takes one request and lets one wait, `hasty`,
-    which lets none wait or run for long, and `told`, which has defaults of its own."""
+    which lets none wait or run for long, `told`, which has defaults of its own, and `precise`, whose slim tier is in
+    int8."""
     root = tmp_path_factory.mktemp("repository")
     write_repository(bundle, root, options=ServingOptions(threads=1))
     others = {
@@ -52,13 +64,14 @@ def repository(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     for name, options in others.items():
         write_repository(bundle, root, name=name, options=options, copy=False, warm_up=False)
+    write_repository(precise_bundle, root, name="precise", options=ServingOptions(threads=1), copy=False, warm_up=False)
     return root
 
 
 @pytest.fixture(scope="session")
 def server(repository: Path) -> Iterator[TritonServer]:
     """The running server, every model loaded."""
-    with TritonServer(repository, explicit=True, load=(MODEL, "narrow", "hasty", "told")) as running:
+    with TritonServer(repository, explicit=True, load=(MODEL, "narrow", "hasty", "told", "precise")) as running:
         yield running
 
 

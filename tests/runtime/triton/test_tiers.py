@@ -61,3 +61,14 @@ def test_the_model_over_the_tiers_says_what_the_library_says(bundle: Path, pipel
         reply = client.ask(PROMPT, max_tokens=40, mode="routed")
         assert reply.text == routed.text
         assert reply.outputs["slim_tier_tokens"] == routed.stats.tier_counts["slim"] > 0
+
+
+def test_a_slim_tier_in_int8_is_served_as_the_library_runs_it(server: TritonServer, precise_bundle: Path) -> None:
+    library = Pipeline.load(precise_bundle, threads=1)
+    with GrpcClient(server.grpc_url, "precise") as client:
+        for mode in ("plain", "cascade", "routed"):
+            wanted = library.generate(PROMPT, raw=True, max_new_tokens=40, mode=mode)
+            reply = client.ask(PROMPT, max_tokens=40, mode=mode)
+            assert (reply.error, reply.text) == (None, wanted.text)
+            assert reply.outputs["slim_tier_tokens"] == wanted.stats.tier_counts["slim"]
+        assert wanted.stats.tier_counts["slim"] > 0
