@@ -56,6 +56,8 @@ def build_plan(
     config = network.builder.create_builder_config()
     for profile in options.profiles:
         config.add_optimization_profile(_profile(network, profile))
+    # Float32 products would round their operands to TF32, 10 bits of mantissa, from compute capability 8.0 on.
+    config.clear_flag(library.module.BuilderFlag.TF32)
     _set_capabilities(library, config, options.capabilities)
     if options.version_compatible:
         config.set_flag(library.module.BuilderFlag.VERSION_COMPATIBLE)

@@ -8,6 +8,7 @@ from via_sd.contract.manifest import Bundle
 from via_sd.errors import BundleError
 from via_sd.runtime.engines.ort import SLOTS, OrtEngine
 from via_sd.runtime.engines.protocol import ReadableEngine
+from via_sd.runtime.engines.providers import default_device, parse_device
 
 #: The bundle's own graphs on ONNX Runtime's CPU provider.
 ONNXRUNTIME = "onnxruntime"
@@ -25,6 +26,7 @@ def open_engines(
     bundle: Bundle,
     backend: str = ONNXRUNTIME,
     *,
+    device: str | None = None,
     threads: int | None = None,
     slots: int = SLOTS,
     deterministic: bool = False,
@@ -35,6 +37,8 @@ def open_engines(
 
     Args:
         backend: one of `BACKENDS`.
+        device: `cpu`, `cuda` or `cuda:N`. By default what the backend computes on; for the bundle's own graphs that is
+            the first GPU where the ONNX Runtime for GPUs is installed, and the CPU otherwise.
         threads: threads of one pass on a CPU; the number of physical cores if None.
         slots: most sequences with KV buffers at once, where they share passes.
         deterministic: make no result depend on what else a pass computes; only the bundle's own graphs can.
@@ -42,23 +46,42 @@ def open_engines(
         verify: compare the hash of every file that `build` made with its manifest.
 
     Raises:
-        BundleError: an unknown backend, one that is not installed, or files it lacks or cannot run here.
+        BundleError: an unknown backend or device, one that is not installed, or files it lacks or cannot run here.
     """
+    if backend not in BACKENDS:
+        raise BundleError(f"backend {backend!r} is not known; backends are {', '.join(BACKENDS)}")
+    kind, ordinal = _device_of(backend, device)
     if backend == ONNXRUNTIME:
+        if kind != "cpu":
+            raise BundleError(
+                f"the graphs of {bundle.path} are float32, and ONNX Runtime's CUDA provider has their attention in "
+                "float16 and bfloat16 only; run it with device='cpu' (--device cpu), or run `via-sd-export build "
+                f"{bundle.path} --dtype fp16` and load it with backend='portable-cuda' (--backend portable-cuda)"
+            )
         return _own_graphs(bundle, threads, slots, deterministic)
     if deterministic:
         raise BundleError(f"backend {backend} has no deterministic passes; use {ONNXRUNTIME}")
     if backend in ENGINES:
         from via_sd.runtime.engines.tensorrt.engine import load_engines
 
-        return load_engines(bundle, backend, trust=trust_engines, verify=verify)
-    if backend in PORTABLE:
-        from via_sd.runtime.engines.portable import load_graphs
+        return load_engines(bundle, backend, ordinal=ordinal, trust=trust_engines, verify=verify)
+    from via_sd.runtime.engines.portable import load_graphs
 
-        built = bundle.manifest.get("engines", {})
-        target = next((name for name in ENGINES if name in built), ENGINES[0])
-        return load_graphs(bundle, target, backend.removeprefix(_PORTABLE), threads=threads, verify=verify)
-    raise BundleError(f"backend {backend!r} is not known; backends are {', '.join(BACKENDS)}")
+    built = bundle.manifest.get("engines", {})
+    target = next((name for name in ENGINES if name in built), ENGINES[0])
+    provider = backend.removeprefix(_PORTABLE)
+    return load_graphs(bundle, target, provider, ordinal=ordinal, threads=threads, verify=verify)
+
+
+def _device_of(backend: str, device: str | None) -> tuple[str, int]:
+    """What `backend` computes on, `cpu` or `cuda`, and the number of the GPU."""
+    if backend == ONNXRUNTIME:
+        return parse_device(device or default_device())
+    computes_on = "cpu" if backend in ON_CPU else "cuda"
+    kind, ordinal = parse_device(device or computes_on)
+    if kind != computes_on:
+        raise BundleError(f"backend {backend} computes on {computes_on}, and the device asked for is {device}")
+    return kind, ordinal
 
 
 def _own_graphs(

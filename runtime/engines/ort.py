@@ -199,12 +199,21 @@ def session_options(threads: int | None) -> Any:
     return options
 
 
-def open_session(graph: Path, options: Any, provider: str = "CPUExecutionProvider") -> Any:
-    """A session over the file `graph`; raises `BundleError` where ONNX Runtime cannot load it."""
+def open_session(graph: Path, options: Any, providers: Sequence[Any] = ("CPUExecutionProvider",)) -> Any:
+    """A session over the file `graph`; raises `BundleError` where ONNX Runtime cannot load it.
+
+    Args:
+        providers: execution providers, with options or without; none where `options` has them.
+    """
+    module = onnxruntime()
     try:
-        return onnxruntime().InferenceSession(os.fspath(graph), options, providers=[provider])
+        # Without its fallback: where a provider fails, it would make the session again on the CPU.
+        return module.InferenceSession(
+            os.fspath(graph), options, providers=list(providers) or None, enable_fallback=False
+        )
     except Exception as error:  # ONNX Runtime raises its own kinds, none of them public
-        raise BundleError(f"ONNX Runtime cannot load {graph} on {provider}: {error}") from error
+        on = ", ".join(entry if isinstance(entry, str) else entry[0] for entry in providers) or "the device chosen"
+        raise BundleError(f"ONNX Runtime {module.__version__} cannot load {graph} on {on}: {error}") from error
 
 
 def onnxruntime() -> Any:

@@ -29,31 +29,30 @@ from via_sd.contract.manifest import Bundle
 from via_sd.errors import BundleError
 from via_sd.runtime.engines.device_rows import device_rows
 from via_sd.runtime.engines.engine_files import EngineFiles, read_engine_files
-from via_sd.runtime.engines.ort import onnxruntime, open_session, session_options
+from via_sd.runtime.engines.ort import onnxruntime, session_options
 from via_sd.runtime.engines.protocol import OneSequencePerPass
+from via_sd.runtime.engines.providers import PROVIDERS, Provider, open_on, prepare
 from via_sd.runtime.engines.rows import Row
 from via_sd.runtime.engines.steps import Step, StepPlanner
 
-#: What they are called here -> (what ONNX Runtime calls them, where their buffers are).
-PROVIDERS = {
-    "cpu": ("CPUExecutionProvider", "cpu"),
-    "cuda": ("CUDAExecutionProvider", "cuda"),
-    "tensorrt": ("TensorrtExecutionProvider", "cuda"),
-    "nv-tensorrt-rtx": ("NvTensorRTRTXExecutionProvider", "cuda"),
-}
-#: Providers that take weights from outside; the others compile them into engines of their own.
-_SHARE_WEIGHTS = ("cpu", "cuda")
 _DTYPES = {"float32": np.float32, "float16": np.float16}
 
 
 def load_graphs(
-    bundle: Bundle, target: str, provider: str, *, threads: int | None = None, verify: bool = True
+    bundle: Bundle,
+    target: str,
+    provider: str,
+    *,
+    ordinal: int = 0,
+    threads: int | None = None,
+    verify: bool = True,
 ) -> tuple[GraphEngine, GraphEngine | None]:
     """The portable graphs that `bundle` has for `target`, in ONNX Runtime: the verifier's, and a model drafter's.
 
     Args:
         target: whose folder the graphs are taken from, `tensorrt-rtx` or `tensorrt`.
         provider: one of `PROVIDERS`.
+        ordinal: which GPU, if it is one.
         threads: threads of one pass on a CPU; the number of physical cores if None.
         verify: compare the hash of every file with the manifest.
 
@@ -67,18 +66,13 @@ def load_graphs(
         raise BundleError(
             f"the graphs in {files.folder} are {dtype}, for which numpy has no type; build them with --dtype fp16"
         )
-    name, device = PROVIDERS[provider]
-    available = onnxruntime().get_available_providers()
-    if name not in available:
-        raise BundleError(
-            f"this ONNX Runtime has no {name}, only {', '.join(available)}; "
-            "pip install 'via-sd-export[gpu]' in an environment without the [cpu] extra"
-        )
+    chosen = PROVIDERS[provider]
+    prepare(chosen, ordinal)
     data = np.memmap(files.folder / files.manifest["weights"]["file"], np.uint8, mode="r")
-    weights = data if provider in _SHARE_WEIGHTS else None
+    weights = data if chosen.shares_weights else None
 
     def engine(model: str) -> GraphEngine:
-        return GraphEngine(files, model, (name, device), weights, threads)
+        return GraphEngine(files, model, chosen, ordinal, weights, threads)
 
     return engine(VERIFIER), engine(DRAFTER) if files.engines_of(DRAFTER) else None
 
@@ -88,7 +82,8 @@ class GraphEngine(OneSequencePerPass):
 
     Args:
         model: `verifier` or `drafter`.
-        provider: name of the execution provider, and the device its buffers are on.
+        provider: what runs the graphs.
+        ordinal: which GPU its buffers are on.
         weights: the weights file; None if sessions load it themselves.
         threads: intra-op threads; ONNX Runtime's default if None.
     """
@@ -97,12 +92,13 @@ class GraphEngine(OneSequencePerPass):
         self,
         files: EngineFiles,
         model: str,
-        provider: tuple[str, str],
+        provider: Provider,
+        ordinal: int,
         weights: np.ndarray | None,
         threads: int | None,
     ) -> None:
         manifest = files.manifest
-        self.device = provider[1]
+        self.device, self.ordinal = provider.device, ordinal
         self.kv: dict[str, Any] = manifest["kv"][model]
         self.vocab_size = int(manifest["vocab_size"][model])
         self.max_seq_len = int(manifest["max_seq_len"][model])
@@ -115,7 +111,7 @@ class GraphEngine(OneSequencePerPass):
             for weight in manifest["engines"][name]["weights"] if self._weights else ():
                 options.add_initializer(weight, self._weights[weight])
             graph = files.folder / manifest["engines"][name]["graph"]
-            self.sessions[FULL if model == DRAFTER else name] = open_session(graph, options, provider[0])
+            self.sessions[FULL if model == DRAFTER else name] = open_on(graph, options, provider, ordinal)
         self.tiers = tuple(self.sessions)
 
     def new_buffers(self) -> GraphKVBuffers:
@@ -123,10 +119,15 @@ class GraphEngine(OneSequencePerPass):
 
     def value(self, array: np.ndarray) -> Any:
         """`array` where the provider's buffers are."""
-        return onnxruntime().OrtValue.ortvalue_from_numpy(array, self.device, 0)
+        return onnxruntime().OrtValue.ortvalue_from_numpy(array, self.device, self.ordinal)
 
     def _on_device(self, tensors: Sequence[dict[str, Any]], data: np.ndarray) -> dict[str, Any]:
-        return {
+        """The weights where the provider's buffers are, as a session takes initializers.
+
+        ONNX Runtime takes an initializer only over memory that somebody else owns, and a value that it copied to a
+        device owns its memory: sessions get views of such values, which are kept as long as the engine.
+        """
+        self._owners = {
             tensor["name"]: self.value(
                 data[tensor["offset"] : tensor["offset"] + tensor["size"]]
                 .view(_DTYPES[tensor["dtype"]])
@@ -134,6 +135,8 @@ class GraphEngine(OneSequencePerPass):
             )
             for tensor in tensors
         }
+        view = onnxruntime().OrtValue.from_dlpack
+        return {name: view(value) for name, value in self._owners.items()}
 
 
 class GraphKVBuffers:
@@ -182,7 +185,7 @@ class GraphKVBuffers:
 
     def _bind_rows(self, binding: Any) -> None:
         binding.bind_output(ROW_NUMBERS.name, "cpu")
-        binding.bind_output(ROW_LOGITS.name, self._engine.device)
+        binding.bind_output(ROW_LOGITS.name, self._engine.device, self._engine.ordinal)
 
     def _binding(self, tier: str) -> Any:
         if tier not in self._bindings:

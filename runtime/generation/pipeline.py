@@ -91,6 +91,7 @@ class Pipeline:
         path: str | Path,
         *,
         backend: str = ONNXRUNTIME,
+        device: str | None = None,
         threads: int | None = None,
         max_sequences: int = 8,
         retained_slots: int = 2,
@@ -104,6 +105,8 @@ class Pipeline:
 
         Args:
             backend: what runs it, one of `BACKENDS`.
+            device: `cpu`, `cuda` or `cuda:N`; see `open_engines`. What was asked for, or what an installation for GPUs
+                implies, is what runs: there is no fallback to the CPU.
             threads: threads of one pass; the number of physical cores if None.
             max_sequences: sequences that may run at once; more wait for a slot.
             retained_slots: KV buffers kept when idle, so that a prompt that begins like a finished one skips that
@@ -133,6 +136,7 @@ class Pipeline:
         engine, drafter = open_engines(
             bundle,
             backend,
+            device=device,
             threads=threads,
             slots=max_sequences + retained_slots,
             deterministic=deterministic,

@@ -141,6 +141,8 @@ def _load_pipeline(folder: Path, parameters: _Parameters, limits: Limits) -> Pip
         options = {
             "backend": parameters.text("backend", None),
             "threads": parameters.integer("threads", None),
+            # What its instances are placed on is logged; the graphs of a bundle run on the CPU.
+            "device": "cpu" if parameters.text("backend", "onnxruntime") == "onnxruntime" else None,
             "trust_engines": parameters.flag("trust_engines"),
         }
         pipeline = Pipeline.load(folder, **slots, **{name: value for name, value in options.items() if value})

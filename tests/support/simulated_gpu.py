@@ -217,6 +217,8 @@ class Library(ModuleType):
             self.CudaGraphStrategy = Strategy
         self.ExecutionContextAllocationStrategy = Strategy
         self.contexts: list[Context] = []
+        #: Plans carry code for the host, which a runtime has to be allowed to run.
+        self.version_compatible = False
 
     class Logger:
         WARNING = 2
@@ -224,9 +226,22 @@ class Library(ModuleType):
         def __init__(self, level: int) -> None: ...
 
     def Runtime(self, logger: Any) -> Any:
-        return SimpleNamespace(
-            deserialize_cuda_engine=lambda plan: Plan(self, self._networks[plan], self._profiles[plan])
-        )
+        return Runtime(self)
+
+    def plan(self, content: bytes) -> Plan:
+        return Plan(self, self._networks[content], self._profiles[content])
+
+
+class Runtime:
+    """What deserialises plans."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self.engine_host_code_allowed = False
+
+    def deserialize_cuda_engine(self, content: bytes) -> Plan | None:
+        refused = self._library.version_compatible and not self.engine_host_code_allowed
+        return None if refused else self._library.plan(content)
 
 
 class Plan:

@@ -98,6 +98,7 @@ def calibrate(
     max_new_tokens: int = 128,
     repeats: int = 2,
     backend: str = ONNXRUNTIME,
+    device: str | None = None,
     threads: int | None = None,
     trust_engines: bool = False,
     progress: Progress = no_progress,
@@ -109,7 +110,7 @@ def calibrate(
             verifier's; only exact modes if None or 0.
         max_new_tokens: length of every answer, 2 or more.
         repeats: times every prompt is generated in the second round.
-        backend, threads, trust_engines: see `open_engines`.
+        backend, device, threads, trust_engines: see `open_engines`.
 
     Raises:
         BundleError: a bundle that cannot be read, or a backend that cannot run it.
@@ -117,7 +118,7 @@ def calibrate(
     """
     loaded = bundle if isinstance(bundle, Bundle) else load_bundle(bundle)
     progress("loading", None)
-    verifier, drafter = open_engines(loaded, backend, threads=threads, trust_engines=trust_engines)
+    verifier, drafter = open_engines(loaded, backend, device=device, threads=threads, trust_engines=trust_engines)
     progress("timing passes", None)
     costs = measure_costs(loaded, verifier, drafter)
     tried = candidates(loaded, max_divergence)

@@ -20,7 +20,7 @@ from via_sd.runtime.generation.machine import this_machine
 from via_sd.tools.bench import comparison, read_prompts, run_bench, settings_of, summarise, write_report
 from via_sd.tools.commands.console import CommandError, check_writable, command, err, out, progress_bar
 from via_sd.tools.commands.generation_options import read_settings
-from via_sd.tools.commands.options import Backend, PolicyFile, Threads, TrustEngines, load_pipeline
+from via_sd.tools.commands.options import Backend, Device, PolicyFile, Threads, TrustEngines, load_pipeline
 
 
 @command
@@ -44,6 +44,7 @@ def bench(
     ] = None,
     threads: Threads = None,
     backend: Backend = ONNXRUNTIME,
+    device: Device = None,
     trust_engines: TrustEngines = False,
     policy: PolicyFile = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every figure there.")] = None,
@@ -53,7 +54,9 @@ def bench(
 ) -> None:
     """Measure the decoding modes of BUNDLE on PROMPTS, greedy, modes in turn, in one run."""
     wanted = read_prompts(prompts)
-    pipeline = load_pipeline(bundle, backend=backend, threads=threads, trust_engines=trust_engines, policy=policy)
+    pipeline = load_pipeline(
+        bundle, backend=backend, device=device, threads=threads, trust_engines=trust_engines, policy=policy
+    )
     chosen = _modes(modes, pipeline)
     if max_new_tokens < 2 or repeats < 1:
         raise CommandError("--max-new-tokens must be 2 or more, --repeats 1 or more")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,14 +15,14 @@ from via_sd.tools.commands.engine_build import Dtype, build_here
 from via_sd.tools.commands.options import AsJson
 
 
-class Target(str, Enum):
+class Target(StrEnum):
     """Which TensorRT the engines are for."""
 
     rtx = "tensorrt-rtx"
     tensorrt = "tensorrt"
 
 
-class Profiles(str, Enum):
+class Profiles(StrEnum):
     """Optimisation profiles of an engine."""
 
     joint = "joint"

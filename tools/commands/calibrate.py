@@ -17,7 +17,7 @@ from via_sd.tools.bench import comparison, read_prompts
 from via_sd.tools.calibration import Calibration
 from via_sd.tools.calibration import calibrate as run_calibration
 from via_sd.tools.commands.console import check_writable, command, err, out, print_json, progress_bar
-from via_sd.tools.commands.options import AsJson, Backend, Threads, TrustEngines
+from via_sd.tools.commands.options import AsJson, Backend, Device, Threads, TrustEngines
 
 
 @command
@@ -41,6 +41,7 @@ def calibrate(
     ] = None,
     threads: Threads = None,
     backend: Backend = ONNXRUNTIME,
+    device: Device = None,
     trust_engines: TrustEngines = False,
     as_json: AsJson = False,
 ) -> None:
@@ -57,6 +58,7 @@ def calibrate(
             max_new_tokens=max_new_tokens,
             repeats=repeats,
             backend=backend,
+            device=device,
             threads=threads,
             trust_engines=trust_engines,
             progress=progress,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from via_sd.export.tensorrt import EngineSet
 
 
-class Dtype(str, Enum):
+class Dtype(StrEnum):
     """Element type of weights, activations and KV."""
 
     bf16 = "bf16"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +11,7 @@ import typer
 from via_sd.tools.commands.console import command, err, progress_bar
 
 
-class Precision(str, Enum):
+class Precision(StrEnum):
     """Weights of a CPU bundle."""
 
     fp32 = "fp32"
@@ -19,14 +19,14 @@ class Precision(str, Enum):
     int4 = "int4"
 
 
-class SlimPrecision(str, Enum):
+class SlimPrecision(StrEnum):
     """Weights of the slim-verifier, where they are not the verifier's."""
 
     int8 = "int8"
     int4 = "int4"
 
 
-class MaskMeaning(str, Enum):
+class MaskMeaning(StrEnum):
     """What a bare array in a mask file lists."""
 
     keep = "keep"

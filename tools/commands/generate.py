@@ -15,7 +15,7 @@ from via_sd.runtime import Chunk, Completion, GenerationConfig
 from via_sd.runtime.engines.backends import ONNXRUNTIME
 from via_sd.tools.commands.console import CommandError, command, err, out, print_json
 from via_sd.tools.commands.generation_options import with_generation_options
-from via_sd.tools.commands.options import AsJson, Backend, PolicyFile, Threads, TrustEngines, load_pipeline
+from via_sd.tools.commands.options import AsJson, Backend, Device, PolicyFile, Threads, TrustEngines, load_pipeline
 from via_sd.tools.commands.prompt_options import GivenPrompt, with_prompt_options
 from via_sd.tools.commands.tier_text import show, summary
 
@@ -33,12 +33,15 @@ def generate(
     ] = False,
     threads: Threads = None,
     backend: Backend = ONNXRUNTIME,
+    device: Device = None,
     trust_engines: TrustEngines = False,
     policy: PolicyFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Generate text from BUNDLE."""
-    pipeline = load_pipeline(bundle, backend=backend, threads=threads, trust_engines=trust_engines, policy=policy)
+    pipeline = load_pipeline(
+        bundle, backend=backend, device=device, threads=threads, trust_engines=trust_engines, policy=policy
+    )
     if sampling_defaults:
         config = _with_sampling(config, pipeline.sampling_defaults)
     if n > 1:

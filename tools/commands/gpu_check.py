@@ -63,7 +63,7 @@ def gpu_check(
         verifier, drafter = open_engines(loaded, chosen)
         load_seconds = perf_counter() - start
         progress("comparing with ONNX Runtime on the CPU", None)
-        tiers = compare_tiers(verifier, open_engines(loaded, ONNXRUNTIME)[0], loaded.identity.vocab_size)
+        tiers = compare_tiers(verifier, open_engines(loaded, ONNXRUNTIME, device="cpu")[0], loaded.identity.vocab_size)
         progress("timing passes", None)
         costs = measure_costs(loaded, verifier, drafter)
         pipeline = pipeline_by(costs, loaded, verifier, drafter)

@@ -14,7 +14,7 @@ from via_sd.contract.mode_names import PLAIN, ROUTED
 from via_sd.runtime import GenerationConfig, Pipeline
 from via_sd.runtime.engines.backends import ONNXRUNTIME
 from via_sd.tools.commands.console import CommandError, command, out, print_json
-from via_sd.tools.commands.options import AsJson, Backend, PolicyFile, Threads, TrustEngines, load_pipeline
+from via_sd.tools.commands.options import AsJson, Backend, Device, PolicyFile, Threads, TrustEngines, load_pipeline
 from via_sd.tools.evaluation.divergence import measure_divergence
 
 
@@ -31,13 +31,16 @@ def score(
     max_divergence: Annotated[float | None, typer.Option(help="With --router calibrated, see `generate`.")] = None,
     threads: Threads = None,
     backend: Backend = ONNXRUNTIME,
+    device: Device = None,
     trust_engines: TrustEngines = False,
     policy: PolicyFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Score TEXTS under every tier of BUNDLE: perplexity, KL divergence from full, share of equal likeliest tokens."""
     given = list(_read(texts))
-    pipeline = load_pipeline(bundle, backend=backend, threads=threads, trust_engines=trust_engines, policy=policy)
+    pipeline = load_pipeline(
+        bundle, backend=backend, device=device, threads=threads, trust_engines=trust_engines, policy=policy
+    )
     limit = min(window or pipeline.capacity, pipeline.capacity)
     mode = PLAIN if pipeline.bundle.slim is None else ROUTED
     config = GenerationConfig(mode=mode, router=router, alpha2=alpha2, max_divergence=max_divergence)

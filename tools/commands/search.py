@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -20,14 +20,14 @@ from via_sd.tools.search.plots import pyplot
 _DEFAULTS = SearchOptions()
 
 
-class Granularity(str, Enum):
+class Granularity(StrEnum):
     """What is skipped whole."""
 
     layer = "layer"
     sublayer = "sublayer"
 
 
-class Objective(str, Enum):
+class Objective(StrEnum):
     """What a mask costs."""
 
     via = "via"

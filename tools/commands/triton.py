@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +16,7 @@ from via_sd.tools.commands.console import CommandError, command, err
 from via_sd.tools.commands.generation_options import split_settings
 
 
-class Layout(str, Enum):
+class Layout(StrEnum):
     """What becomes a Triton model."""
 
     pipeline = "pipeline"

@@ -11,7 +11,7 @@ from rich.table import Table
 from via_sd.runtime import load_bundle
 from via_sd.runtime.engines.backends import ONNXRUNTIME
 from via_sd.tools.commands.console import CheckFailedError, command, out, print_json, progress_bar
-from via_sd.tools.commands.options import AsJson, Backend, TrustEngines
+from via_sd.tools.commands.options import AsJson, Backend, Device, TrustEngines
 
 if TYPE_CHECKING:
     from via_sd.tools.validation import TierReport
@@ -28,6 +28,7 @@ def validate(
         str | None, typer.Option(help="A model drafter's checkpoint; the drafter is left out without it.")
     ] = None,
     backend: Backend = ONNXRUNTIME,
+    device: Device = None,
     layers: Annotated[
         int | None, typer.Option(help="Compare keys and values of the first N layers.", show_default="all", min=0)
     ] = None,
@@ -46,6 +47,7 @@ def validate(
             reference,
             drafter_reference=drafter_reference,
             backend=backend,
+            device=device,
             trust_engines=trust_engines,
             absolute=atol,
             relative=rtol,

@@ -76,6 +76,7 @@ def validate(
     *,
     drafter_reference: str | None = None,
     backend: str = ONNXRUNTIME,
+    device: str | None = None,
     trust_engines: bool = False,
     absolute: float | None = None,
     relative: float | None = None,
@@ -87,7 +88,7 @@ def validate(
     Args:
         reference: the verifier's checkpoint: directory, hub id, or GGUF file.
         drafter_reference: the checkpoint of a model drafter, which is left out if None.
-        backend, trust_engines: see `open_engines`.
+        backend, device, trust_engines: see `open_engines`.
         absolute, relative: tolerances; those of the precision if None.
         layers: compare keys and values of the first so many layers; of all if None.
 
@@ -103,7 +104,7 @@ def validate(
         raise ValidationError(
             f"a reference for the drafter was given, and the drafter of {loaded.path} is {kind}, no model of its own"
         )
-    verifier, drafter = open_engines(loaded, backend, trust_engines=trust_engines)
+    verifier, drafter = open_engines(loaded, backend, device=device, trust_engines=trust_engines)
     precision = loaded.precision if backend == ONNXRUNTIME else _PRECISIONS[verifier.kv["dtype"]]
     masks = loaded.masks if backend == ONNXRUNTIME else {}  # engines are in one precision
     tokenizer = Tokenizer.from_file(str(loaded.file(TOKENIZER_FILE)))

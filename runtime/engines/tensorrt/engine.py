@@ -43,12 +43,13 @@ _STAGED = (INPUT_IDS, POSITION_IDS, LOGIT_ROWS, CANDIDATES)
 
 
 def load_engines(
-    bundle: Bundle, target: str, *, trust: bool = False, verify: bool = True
+    bundle: Bundle, target: str, *, ordinal: int = 0, trust: bool = False, verify: bool = True
 ) -> tuple[TensorRTEngine, TensorRTEngine | None]:
     """The engines of `bundle` for `target`: the verifier's, and a model drafter's if there is one.
 
     Args:
         target: `tensorrt-rtx` or `tensorrt`.
+        ordinal: which GPU.
         trust: run plans that were not built on this machine.
         verify: compare the hash of every file with the manifest.
 
@@ -65,7 +66,7 @@ def load_engines(
             f"engines for {target} need {_MODULES[target]}, which does not load ({error}): "
             f"pip install 'via-sd-export[{target}]'"
         ) from None
-    cuda = Cuda()
+    cuda = Cuda(ordinal)
     check_host(files, Host(_MODULES[target], str(trt.__version__), cuda.name, cuda.compute_capability))
     embedded = bool(files.request["embed_weights"])
     weights = None if embedded else load_file(cuda, files.folder / files.manifest["weights"]["file"])
@@ -97,6 +98,9 @@ class TensorRTEngine(OneSequencePerPass):
         self.trt, self.cuda = trt, cuda
         self._logger = trt.Logger(trt.Logger.WARNING)
         self._runtime = trt.Runtime(self._logger)
+        # A version-compatible plan carries code for the host, which a runtime refuses unless it is told otherwise; that
+        # the plan may run was decided when its files were read.
+        self._runtime.engine_host_code_allowed = bool(files.request["version_compatible"])
         self._weights = weights  # alive as long as an address into it is bound
         base = 0 if weights is None else weights.address
         self.addresses = {t["name"]: base + t["offset"] for t in manifest["weights"]["tensors"][model]}

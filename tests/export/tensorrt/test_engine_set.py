@@ -6,8 +6,10 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,10 @@ import pytest
 
 from via_sd.errors import BundleError
 from via_sd.export import ExportError, export_bundle
-from via_sd.export.tensorrt import TARGETS, build_engines
+from via_sd.export.tensorrt import TARGETS, build_engines, builder
+from via_sd.export.tensorrt.library import Library, load_library
+from via_sd.export.tensorrt.log import BuildLog
+from via_sd.export.tensorrt.network import Network, parse_network
 from via_sd.export.tensorrt.profiles import plan_profiles
 from via_sd.runtime import load_bundle
 
@@ -189,6 +194,34 @@ def test_embedded_weights_make_every_plan_carry_them(built, copy_of):
     assert manifest["files"]["full.plan"]["size"] > 0.9 * verifier
     assert "--embed-weights" in manifest["rebuild"]
     assert shared["weights.data"] == manifest["files"]["weights.data"]["size"]
+
+
+def test_float32_products_are_not_rounded_to_tf32(built, monkeypatch):
+    """The library's default is TF32, whose 10 bits of mantissa break the limits of float32."""
+    seen: list[bool] = []
+
+    class StopError(Exception):
+        pass
+
+    def parse(library: Library, graph: bytes | str, log: BuildLog) -> Network:
+        network = parse_network(library, graph, log)
+
+        def build(definition: Any, config: Any) -> None:
+            seen.append(config.get_flag(library.module.BuilderFlag.TF32))
+            raise StopError
+
+        fake = SimpleNamespace(
+            create_builder_config=network.builder.create_builder_config,
+            create_optimization_profile=network.builder.create_optimization_profile,
+            build_serialized_network=build,
+        )
+        return replace(network, builder=fake)
+
+    monkeypatch.setattr(builder, "parse_network", parse)
+    options = builder.BuildOptions(plan_profiles(None, None, 256, separate=False), ["8.9"])
+    with pytest.raises(StopError):
+        builder.build_plan(load_library("tensorrt-rtx"), str(built / FOLDER / "full.onnx"), options, BuildLog())
+    assert seen == [False]
 
 
 def test_a_version_compatible_plan_builds(built, copy_of):

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 
 from tests.support.backend_checks import check_against_the_routed_graph
 from tests.support.pipelines import WatchedPipeline
 from via_sd.runtime import BundleError, Pipeline, load_bundle
 from via_sd.runtime.engines.device_rows import DeviceRow
-from via_sd.runtime.engines.portable import load_graphs
+from via_sd.runtime.engines.portable import GraphEngine, load_graphs
 
 pytest.importorskip("tensorrt_rtx", reason="needs the tensorrt-rtx extra")
 
@@ -90,11 +92,27 @@ def test_weights_are_held_once_by_all_sessions_of_a_model(pipeline):
     assert spans[-1][0] + spans[-1][1] - spans[0][0] < 2 * sum(size for _, size in spans)  # one mapped file
 
 
+def owning(engine: GraphEngine, array: np.ndarray) -> Any:
+    """`array` in memory that ONNX Runtime owns, as what it copies to a GPU is."""
+    value = ort.OrtValue.ortvalue_from_shape_and_type(array.shape, array.dtype, engine.device, engine.ordinal)
+    value.update_inplace(np.ascontiguousarray(array))
+    return value
+
+
+def test_sessions_take_weights_and_kv_buffers_that_onnx_runtime_owns_as_on_a_gpu(built, tiny_pipelines, monkeypatch):
+    monkeypatch.setattr(GraphEngine, "value", owning)
+    pipeline = Pipeline.load(built, backend="portable-cpu", threads=1, max_sequences=1, retained_slots=0)
+    options = {"mode": "cascade", "max_new_tokens": 24, "ignore_eos": True, "raw": True}
+    found, wanted = (p.generate("abc abc abc", **options) for p in (pipeline, tiny_pipelines["model"]))
+    assert found.token_ids == wanted.token_ids
+
+
 @pytest.mark.parametrize(
     ("provider", "message"),
     [
         ("rocm", "providers are cpu, cuda, tensorrt, nv-tensorrt-rtx"),
-        ("nv-tensorrt-rtx", "has no NvTensorRTRTXExecution"),
+        ("cuda", "has no CUDAExecutionProvider"),
+        ("nv-tensorrt-rtx", r"via-sd-export\[nv-tensorrt-rtx\]"),
     ],
 )
 def test_a_provider_that_is_not_there_is_named(provider, message, built):

@@ -19,10 +19,13 @@ import pytest
 
 from tests.support.backend_checks import assert_close, check_against_the_routed_graph
 from tests.support.pipelines import WatchedPipeline
+from via_sd.errors import BundleError
 from via_sd.runtime import Pipeline, load_bundle
 from via_sd.runtime.engines.device_rows import LogitsError
+from via_sd.runtime.engines.engine_files import read_engine_files
 from via_sd.runtime.engines.rows import logits_of
 from via_sd.runtime.engines.tensorrt import load_engines
+from via_sd.runtime.engines.tensorrt.engine import TensorRTEngine
 
 pytest.importorskip("tensorrt_rtx", reason="needs the tensorrt-rtx extra")
 ir = pytest.importorskip("onnx_ir", reason="needs the export extra")
@@ -89,6 +92,16 @@ def test_every_mode_gives_the_text_it_gives_on_the_routed_graph(mode, simulated,
         assert found.tiers == wanted.tiers
         for ours, theirs in zip(found.logprobs or (), wanted.logprobs or (), strict=True):
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+def test_a_version_compatible_plan_may_run_its_code_for_the_host(simulated, tmp_path):
+    files = read_engine_files(simulated.pipeline.bundle, RTX, trust=True)
+    library, cuda = simulated.library, simulated.pipeline.verifier.cuda
+    library.version_compatible = True
+    with pytest.raises(BundleError, match="cannot be deserialised"):
+        TensorRTEngine(files, "verifier", library, cuda, None)
+    files.request["version_compatible"] = True
+    assert TensorRTEngine(files, "verifier", library, cuda, None).tiers == ("full", "slim")
 
 
 def test_a_greedy_text_brings_numbers_to_the_host_and_no_row_of_the_verifier(simulated, monkeypatch):
