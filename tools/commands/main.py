@@ -10,6 +10,7 @@ import typer
 from via_sd.tools.commands.bench import bench
 from via_sd.tools.commands.build import build
 from via_sd.tools.commands.calibrate import calibrate
+from via_sd.tools.commands.chat import chat
 from via_sd.tools.commands.demo import demo
 from via_sd.tools.commands.export import export
 from via_sd.tools.commands.generate import generate
@@ -43,7 +44,7 @@ def _main(
     """VIA-SD speculative decoding: export a verifier and its slim-verifier over one set of weights, and run them."""
 
 
-for verb in (export, search, generate, score, calibrate, bench, validate, build, triton, inspect, demo):
+for verb in (export, search, generate, chat, score, calibrate, bench, validate, build, triton, inspect, demo):
     app.command()(verb)
 
 
