@@ -40,14 +40,13 @@ class AdaptiveGamma:
             return 0
         if self.fixed is not None:
             return min(self.fixed, limit)
-        # Of the others' tokens one each is sure to be kept; of their drafts half are supposed to be.
-        expected, survival = 1.0 + (beside.sequences + beside.tokens) / 2, 1.0
-        costs = self._cost.table
-        best, best_value = 0, expected / costs[beside.tokens + 1]
-        for g in range(1, min(self._longest, limit, len(costs) - beside.tokens - 2) + 1):
+        costs, others = self._cost.table, beside.tokens
+        expected, survival = 1 + beside.kept, 1.0
+        best, best_value = 0, expected / costs[others + 1]
+        for g in range(1, min(self._longest, limit) + 1):
             survival *= self.acceptance(situation + g - 1)
             expected += survival
-            value = expected / (costs[beside.tokens + 1 + g] + g * draft_cost)
+            value = expected / (costs[others + 1 + g] + g * draft_cost)
             if value > best_value:
                 best, best_value = g, value
         return best

@@ -14,8 +14,9 @@ import numpy as np
 
 from via_sd.contract.graphs import FULL
 from via_sd.runtime.decoding.cache import SequenceCache
+from via_sd.runtime.decoding.passes import Beside
 
-_LARGEST = 257  # of the sizes in `StepCost.table`, one more
+_LARGEST = 512  # tokens of a pass that costs are asked for, one more
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,17 @@ class StepCost:
         """What one more token costs in a long pass."""
         first, last = min(self.measured), max(self.measured)
         return max(0.0, self.measured[last] - self.measured[first]) / (last - first)
+
+    def shared(self, beside: Beside, longest: int) -> list[float]:
+        """What passes cost a sequence that are shared as `beside` says, by the number of its tokens, 0 to `longest`.
+
+        The pass with one token of it is paid by all tokens that are expected to be kept; what further tokens add to it,
+        which everybody waits for, by the sequence alone. So it adds tokens where that makes all of them together
+        faster.
+        """
+        first, *costs = self.table[beside.tokens + 1 : beside.tokens + 1 + longest]
+        share = first / (1 + beside.kept)
+        return [0.0, share, *(share + cost - first for cost in costs)]
 
     @cached_property
     def table(self) -> list[float]:

@@ -37,6 +37,11 @@ class Beside(NamedTuple):
     sequences: int
     tokens: int
 
+    @property
+    def kept(self) -> float:
+        """Tokens of theirs that are expected to be kept: of each sequence one, and half of what it drafts."""
+        return (self.sequences + self.tokens) / 2
+
 
 #: Nobody shares the pass.
 ALONE = Beside(0, 0)

@@ -8,7 +8,7 @@ any point of it, and the planner takes the one that promises most:
     slim writes              a slim pass over one token adds a token of slim's own
 
 Costs are in passes of the full verifier over one token. Everything here follows token counts, slim's margins and frozen
-costs, never a clock: the same seed gives the same passes.
+costs, never a clock: the same seed gives the same passes, but for a greedy text that shares them with others.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from via_sd.runtime.decoding.cost_model import CostModel
+from via_sd.runtime.decoding.passes import ALONE, Beside
 from via_sd.runtime.decoding.running_ratio import RunningRatio
 
 #: Lengths of a draft that is put to slim. Longer ones than the last are put to the full verifier, where they cost less.
@@ -98,10 +99,9 @@ class CascadePlanner:
     """
 
     def __init__(self, costs: CostModel, acceptance: Callable[[int], float]) -> None:
-        longest = _MOST_PENDING + _HORIZON + _SLIM_DRAFTS[-1] + _FULL_DRAFT + 3
-        self._full = [0.0, *(costs.full(size) for size in range(1, longest))]
-        drafts = range(_SLIM_DRAFTS[-1] + 1)
-        self._slim = [0.0, *(costs.slim(length + 1) + length * costs.draft for length in drafts)]
+        self._costs = costs
+        self._beside: tuple[Beside, Beside] | None = None
+        self._set_costs(ALONE, ALONE)
         self._per_pending = costs.full.per_token
         self._draft_cost = costs.draft
         self._acceptance = acceptance
@@ -112,8 +112,24 @@ class CascadePlanner:
         self._reference = 1.0
         self._mean = self.agreement.mean()  # with what was known when the round began
 
-    def begin(self, situation: int) -> None:
-        """Begin a round in a drafter's `situation`; nothing is pending."""
+    def _set_costs(self, full: Beside, slim: Beside) -> None:
+        """Set what passes cost that are shared like this."""
+        if (full, slim) == self._beside:
+            return
+        self._beside = (full, slim)
+        longest = _MOST_PENDING + _HORIZON + _SLIM_DRAFTS[-1] + _FULL_DRAFT + 2
+        self._full = self._costs.full.shared(full, longest)
+        drafting = self._costs.draft
+        shared = self._costs.slim.shared(slim, _SLIM_DRAFTS[-1] + 1)
+        self._slim = [0.0, *(cost + length * drafting for length, cost in enumerate(shared[1:]))]
+
+    def begin(self, situation: int, full: Beside = ALONE, slim: Beside = ALONE) -> None:
+        """Begin a round in a drafter's `situation`; nothing is pending.
+
+        Args:
+            full, slim: who shares the passes of the tier.
+        """
+        self._set_costs(full, slim)
         self._pending.clear()
         self._survival, self._expected = 1.0, 0.0
         self._mean = self.agreement.mean()
@@ -199,7 +215,7 @@ class CascadePlanner:
 
     def _best_rate(self, situation: int) -> float:
         """Most tokens per cost that a way to go through a whole round is expected to bring in this situation."""
-        best = 1.0
+        best = 1 / self._full[1]
         if situation:
             survival = expected = 1.0
             for length in range(1, _FULL_DRAFT + 1):

@@ -33,7 +33,10 @@ def _round(run: Run, planner: CascadePlanner) -> Passes[None]:
     items: list[Item] = []
     pending = Draft()
     situation, room = run.situation()
-    planner.begin(situation)
+    if run.processor.greedy:  # the text is the same whatever the passes; a drawn one must not depend on others
+        planner.begin(situation, run.cache.beside[FULL], run.cache.beside[slim])
+    else:
+        planner.begin(situation)
     while (step := planner.choose(situation, room)).slim:
         context = [*tokens, *pending.tokens]
         draft = yield from run.draft(pending.tokens, _draft_length(run, step, situation, room))

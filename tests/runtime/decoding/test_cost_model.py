@@ -8,7 +8,9 @@ import pytest
 
 from tests.support.pipelines import table_pipeline
 from tests.support.table_engine import TableEngine, hashed_logits
+from via_sd.runtime.decoding.block_length import AdaptiveGamma
 from via_sd.runtime.decoding.cost_model import CostModel, StepCost
+from via_sd.runtime.decoding.passes import ALONE, Beside
 from via_sd.runtime.decoding.round_policy import FULL_ONLY, SLIM_FIRST, RoundPolicy, routed_policy
 from via_sd.runtime.generation.policy import Policy
 
@@ -42,6 +44,24 @@ def test_a_way_that_was_left_is_tried_again() -> None:
     for _ in range(500):
         policy.learn(FULL_ONLY, 1, 1.0)
     assert policy.choose() == SLIM_FIRST
+
+
+@pytest.mark.parametrize("beside", [ALONE, Beside(3, 3), Beside(7, 7), Beside(7, 20)])
+@pytest.mark.parametrize("accepted", [0.3, 0.6, 0.9, 0.98])
+@pytest.mark.parametrize("cost", [COST, {1: 1.0, 2: 1.37, 4: 2.06, 8: 3.27, 16: 5.75}], ids=["flat", "steep"])
+def test_a_draft_is_as_long_as_makes_all_sequences_of_its_pass_together_fastest(
+    cost: dict[int, float], accepted: float, beside: Beside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gamma = AdaptiveGamma(StepCost(cost))
+    monkeypatch.setattr(gamma, "acceptance", lambda situation: accepted)
+    others = (beside.sequences + beside.tokens) / 2
+
+    def rate(length: int) -> float:
+        own = sum(accepted**index for index in range(length + 1))
+        return (own + others) / StepCost(cost)(beside.tokens + 1 + length)
+
+    best = max(rate(length) for length in range(16))
+    assert rate(gamma.choose(3, 15, beside=beside)) == best
 
 
 @pytest.mark.parametrize("router", ["paper", "adaptive"])

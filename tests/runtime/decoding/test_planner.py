@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from via_sd.runtime.decoding.cost_model import CostModel, StepCost
+from via_sd.runtime.decoding.passes import Beside
 from via_sd.runtime.decoding.planner import CascadePlanner, Pass, SlimAgreement
 
 #: A float32 verifier of 135M parameters and its int8 slim-verifier on two cores.
@@ -45,6 +46,20 @@ def test_a_slim_verifier_that_full_does_not_agree_with_is_left_out():
     taught(planner, lambda _: False, [SURE, 1.0, UNSURE])
     planner.begin(0)
     assert planner.choose(0, 100) == Pass(slim=False, draft_length=0)
+
+
+def test_a_slim_verifier_that_pays_alone_is_left_out_of_passes_that_are_full():
+    """With eight sequences in a pass, weights are read for all at once, and what counts is the work for each token."""
+    steep = {1: 1.0, 2: 1.37, 4: 2.06, 8: 3.27, 16: 5.75}
+    costs = CostModel(StepCost(steep), StepCost({size: 0.45 * cost for size, cost in steep.items()}))
+    planner = CascadePlanner(costs, never)
+    taught(planner, lambda _: True, [SURE])
+    planner.begin(0)
+    assert planner.choose(0, 100).slim
+    planner.begin(0, Beside(7, 7), Beside(7, 7))
+    assert planner.choose(0, 100) == Pass(slim=False, draft_length=0)
+    planner.begin(0)
+    assert planner.choose(0, 100).slim
 
 
 def test_slim_writes_until_it_is_unsure():

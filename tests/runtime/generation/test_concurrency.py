@@ -154,7 +154,7 @@ def test_a_mixed_load_with_cancellations_and_failures_gives_what_each_request_gi
             finished += 1
             assert (result.token_ids, result.text) == (full.token_ids, full.text)
             # Greedy drafts are as long as pays in the passes they share, so who proposed a token may differ.
-            if not (result.stats.mode == "speculative" and request(number)["temperature"] == 0):
+            if not (result.stats.mode in ("speculative", "cascade") and request(number)["temperature"] == 0):
                 assert result.tiers == full.tiers
     assert finished > 35
     assert cancelled > 3

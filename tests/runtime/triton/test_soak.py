@@ -145,5 +145,10 @@ def test_every_answer_is_right_and_the_server_is_left_as_it_was(server: TritonSe
     for gauge in ("via_sd_active_requests", "via_sd_waiting_requests"):
         assert eventually(lambda name=gauge: metric(server.metrics_url, name) == 0)  # type: ignore[misc]
     assert metric(server.metrics_url, "via_sd_requests_total", model="via_sd", result="internal") == 0
+    passes, sequences, tokens = (
+        metric(server.metrics_url, f"via_sd_{name}_total", model="via_sd")
+        for name in ("passes", "pass_sequences", "pass_tokens")
+    )
+    assert 1.5 * passes < sequences < tokens, "requests do not share forward passes"
     with GrpcClient(server.grpc_url) as client:
         assert client.ask(PROMPT).text == ANSWER
