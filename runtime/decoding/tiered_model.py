@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from via_sd.contract.generation_options import GenerationConfig
@@ -138,14 +139,21 @@ class TieredModel:
                 slot, reused = stack.enter_context(self._drafter_slots.lease(prompt, None))
                 caches.drafter = SequenceCache(slot.buffers, self.drafter, reused)
                 held.append((slot, caches.drafter))
+            for slot, cache in held:
+                slot.computed = partial(_prompt_read, cache, len(prompt))
             try:
                 yield caches
             finally:
                 # Between rounds, where a reader may leave, the buffers agree with the tokens. After a failure within
                 # one the slot is thrown away.
                 for slot, cache in held:
-                    slot.tokens = tokens[: cache.lengths[FULL]]
+                    slot.tokens, slot.computed = tokens[: cache.lengths[FULL]], None
 
     def new_drafter(self, caches: SequenceCaches, processor: Processor, seed: int) -> Drafter:
         """The bundle's drafter for one sequence."""
         return new_drafter(self._drafting, caches.verifier, caches.drafter, processor, seed=seed, cost=self.costs.draft)
+
+
+def _prompt_read(cache: SequenceCache, length: int) -> int:
+    """Tokens of a prompt of `length` tokens that are cached for full; what is behind them may still be taken back."""
+    return min(cache.lengths[FULL], length)

@@ -72,6 +72,11 @@ class OrtEngine:
         """See `Engine.release`."""
         buffers.free()
 
+    def copy(self, source: OrtKVBuffers, target: OrtKVBuffers, positions: int) -> bool:
+        """See `Engine.copy`."""
+        self.storage.copy(source.slot, target.slot, positions)
+        return True
+
     def keep(self, tier: str) -> np.ndarray:
         """The `keep` input that selects `tier`, bool [segments]."""
         return self._keep[tier]

@@ -66,6 +66,13 @@ class Engine(Protocol):
         """Take back KV buffers that nobody will use again, though somebody may still refer to them."""
         ...
 
+    def copy(self, source: Any, target: Any, positions: int) -> bool:
+        """Copy the KV of the first `positions` positions between buffers, if the engine can; whether it has.
+
+        A pass may run meanwhile, as long as it writes to none of these positions and does not use `target`.
+        """
+        ...
+
     def forward(self, tier: str, blocks: Sequence[Block]) -> Sequence[Sequence[Row]]:
         """One forward pass of `tier` over tokens of several sequences, each with buffers of its own.
 
@@ -82,6 +89,10 @@ class OneSequencePerPass:
 
     def release(self, buffers: Any) -> None:
         """See `Engine.release`: their memory is freed with the last reference to them."""
+
+    def copy(self, source: Any, target: Any, positions: int) -> bool:
+        """See `Engine.copy`: it cannot."""
+        return False
 
     def forward(self, tier: str, blocks: Sequence[Block]) -> list[Sequence[Row]]:
         """See `Engine.forward`."""

@@ -77,6 +77,13 @@ class TableEngine:
         assert buffers not in self.released, "buffers are released twice"
         self.released.append(buffers)
 
+    def copy(self, source: TableKVBuffers, target: TableKVBuffers, positions: int) -> bool:
+        """See `via_sd.runtime.engines.protocol.Engine.copy`."""
+        assert source not in self.released
+        assert all(author == 0 for _, _, author in source._cells[:positions]), "KV of a lower tier is copied"
+        target._cells[:positions] = source._cells[:positions]
+        return True
+
     def new_buffers(self) -> TableKVBuffers:
         buffers = TableKVBuffers(self)
         self.buffers.append(buffers)

@@ -100,6 +100,23 @@ def test_a_sequence_at_the_end_of_its_buffers_shares_a_pass_with_a_prompt(tiny_b
         assert_close(rows, logits_of(engine.new_buffers().forward(FULL, text, 0, 1)))
 
 
+def test_a_copied_prefix_is_bit_for_bit_what_it_was_copied_from(tiny_bundle: Path) -> None:
+    pipeline = Pipeline.load(tiny_bundle, threads=1, retained_slots=0)
+    system, options = "the quick brown fox jumps over the lazy dog " * 2, {"raw": True, "mode": "plain", "logprobs": 0}
+    first = pipeline.stream(system + "once", **options, max_new_tokens=4)
+    next(first)
+    second = pipeline.stream(system + "more", **options, max_new_tokens=4)
+    next(second)
+    (source, target) = pipeline.model._slots._running
+    read = len(pipeline.encode(system, raw=True)) - 1
+    held = _contents(pipeline.verifier, [source.buffers, target.buffers])
+    assert np.array_equal(held[0][..., :read, :], held[1][..., :read, :])
+    assert held[0][..., :read, :].any()
+    assert not np.array_equal(held[0], held[1])
+    second.close()
+    assert first.close() is None
+
+
 # -- deterministic -----------------------------------------------------------------------------------------------------
 
 

@@ -82,7 +82,7 @@ def check_interleaved_clients(pipeline: WatchedPipeline, clients: list[Any], see
 
     def options(number: int) -> dict[str, Any]:
         size, mode, greedy, _ = clients[number]
-        prompt = "".join(LETTERS[(size * k) % VOCAB] for k in range(size))
+        prompt = "".join(LETTERS[k * k % VOCAB] for k in range(size))  # each begins like the others
         sampling: dict[str, Any] = {"temperature": 0.0 if greedy else 0.8, "seed": number}
         return {"prompt": prompt, "mode": mode, "raw": True, "max_new_tokens": 25, "alpha2": 0.7, **sampling}
 
@@ -110,6 +110,23 @@ def check_interleaved_clients(pipeline: WatchedPipeline, clients: list[Any], see
 def test_clients_that_come_and_go_in_any_order_get_the_texts_they_would_get_alone(tmp_path: Path) -> None:
     pipeline, _ = letters(tmp_path)
     check_interleaved_clients(pipeline)
+
+
+def test_what_a_running_sequence_has_read_is_copied_for_one_that_begins_like_it(tmp_path: Path) -> None:
+    pipeline, engine = letters(tmp_path, retained_slots=0)
+    system = "".join(LETTERS[k * k % VOCAB] for k in range(60))
+    options: dict[str, Any] = {"raw": True, "mode": "cascade", "max_new_tokens": 20}
+    alone = [pipeline.generate(system + end, **options) for end in "abc"]
+    assert [completion.stats.reused_prefix_tokens for completion in alone] == [0, 0, 0]
+    first = pipeline.stream(system + "a", **options)
+    next(first)
+    engine.passes.clear()
+    found = pipeline.generate([system + "b", system + "c"], **options)
+    assert [completion.stats.reused_prefix_tokens for completion in found] == [59, 59]
+    assert max(count for p in engine.passes for count, _ in p.blocks) < 20, "a prompt was read again"
+    for _ in first:
+        pass
+    assert [c.token_ids for c in (first.completion, *found)] == [c.token_ids for c in alone]
 
 
 # -- real engines ------------------------------------------------------------------------------------------------------
