@@ -91,6 +91,18 @@ class Driver(ModuleType):
             CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=8, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=9
         )
 
+    def fail(self, name: str, *, after: bool = False) -> None:
+        """Make the next call of function `name` fail, before it does anything or after it did it."""
+        function = getattr(self, name)
+
+        def failing(*arguments: Any) -> tuple[Any, ...]:
+            delattr(self, name)  # the method is there again
+            if after:
+                function(*arguments)
+            return SimpleNamespace(name="CUDA_ERROR_OUT_OF_MEMORY"), None
+
+        setattr(self, name, failing)
+
     def _done(self, *result: Any) -> tuple[Any, ...]:
         return (self.CUresult.CUDA_SUCCESS, *result)
 

@@ -6,7 +6,9 @@ import ctypes
 import importlib
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,46 @@ class DeviceError(ViaSdError):
     """A call to the GPU that failed."""
 
 
+class DeviceLock:
+    """A lock that is not reentrant, and calls that wait until nobody holds it.
+
+    Finalisers run on any line of any thread, also of the one that holds the lock: they cannot wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *raised: object) -> None:
+        self._lock.release()
+        self._run_waiting()
+
+    def when_free(self, call: Callable[[], None]) -> None:
+        """Make `call` with the lock held: now, or when whoever holds it lets it go."""
+        self._waiting.append(call)
+        self._run_waiting()
+
+    def _run_waiting(self) -> None:
+        while self._waiting and self._lock.acquire(blocking=False):
+            try:
+                while self._waiting:
+                    self._waiting.popleft()()
+            finally:
+                self._lock.release()
+
+
+#: By the number of the GPU.
+_LOCKS: dict[int, DeviceLock] = {}
+
+
 class Cuda:
     """One GPU and its primary context, which TensorRT uses too.
 
-    `lock` is held while memory is allocated or freed and while steps are enqueued: launches may be recorded then, by
-    TensorRT for RTX or by us, and an allocation in another thread may spoil a recording.
+    `lock`, one for all users of a GPU in the process, is held while memory is allocated or freed and while steps are
+    enqueued: launches may be recorded then, by TensorRT for RTX or by us, and an allocation may spoil a recording.
 
     Raises:
         BundleError: no `cuda-bindings`, no driver, or no GPU.
@@ -45,7 +82,7 @@ class Cuda:
                 f"engines run on an NVIDIA GPU, and none can be used here ({error}); "
                 "run this bundle with ONNX Runtime, or where there is one"
             ) from None
-        self.lock = threading.RLock()
+        self.lock = _LOCKS.setdefault(ordinal, DeviceLock())
         self.use()
 
     def use(self) -> None:
@@ -121,7 +158,11 @@ class Stream:
         self._cuda.call("cuStreamSynchronize", self._stream)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record what `work` enqueues, without running it; the result enqueues all of it at once."""
+        """Record what `work` enqueues, without running it; the result enqueues all of it at once.
+
+        Raises:
+            DeviceError: it cannot be recorded; the stream takes work as before.
+        """
         relaxed = importlib.import_module(
             "cuda.bindings.driver"
         ).CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -130,8 +171,10 @@ class Stream:
             work()
         finally:
             graph = self._cuda.call("cuStreamEndCapture", self._stream)
-        executable = self._cuda.call("cuGraphInstantiate", graph, 0)
-        self._cuda.call("cuGraphDestroy", graph)
+        try:
+            executable = self._cuda.call("cuGraphInstantiate", graph, 0)
+        finally:
+            self._cuda.call("cuGraphDestroy", graph)
 
         def launch() -> None:
             self._cuda.call("cuGraphLaunch", executable, self._stream)
@@ -154,9 +197,10 @@ def load_array(cuda: Cuda, data: np.ndarray) -> DeviceMemory:
 
 
 def _free(cuda: Cuda, function: str, handle: Any) -> None:
-    try:
-        with cuda.lock:
+    def free() -> None:
+        # The context is gone at the end of the process, and everything in it with it.
+        with suppress(DeviceError):
             cuda.use()
             cuda.call(function, handle)
-    except DeviceError:
-        pass  # the context is gone at the end of the process, and everything in it with it
+
+    cuda.lock.when_free(free)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,6 @@ class TensorRTKVBuffers:
         self._numbers = DeviceMemory(cuda, planner.max_rows * NUMBERS_PER_ROW * 4)
         self._host_numbers = PinnedArray(cuda, (planner.max_rows, NUMBERS_PER_ROW), np.float32)
         self._logits = DeviceMemory(cuda, planner.max_rows * engine.vocab_size * 4)
-        self._host_logits = PinnedArray(cuda, (planner.max_rows, engine.vocab_size), np.float32)
         addresses = {
             **{tensor.name: self._inputs.address + index * width * 8 for index, tensor in enumerate(_STAGED)},
             CACHE_SLOTS.name: engine.cache_slots.address,
@@ -149,6 +149,12 @@ class TensorRTKVBuffers:
         }
         self._launcher = Launcher(engine, self._stream, addresses)
         self._stream.wait()
+
+    @cached_property
+    def _host_logits(self) -> PinnedArray:
+        """Tens of megabytes at a large vocabulary, which a greedy sequence never needs."""
+        shape = (self._engine.planner.max_rows, self._engine.vocab_size)
+        return PinnedArray(self._engine.cuda, shape, np.float32)
 
     def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> list[Row]:
         """See `KVBuffers.forward`."""

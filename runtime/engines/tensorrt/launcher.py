@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
 
 #: Step sizes whose launches are kept as CUDA graphs, per sequence; each has an execution context of its own.
 _MAX_GRAPHS = 64
+#: Tier, tokens, rows and cache positions of a step.
+Size = tuple[str, int, int, int]
 
 
 class Launcher:
@@ -20,7 +24,8 @@ class Launcher:
 
     TensorRT for RTX records and replays a step's launches by itself. For TensorRT it is done here: a size that comes
     again gets a context of its own, which runs the step once, so that nothing that a new shape asks for is left to do,
-    and is recorded then. A context that was recorded is never given another shape.
+    and is recorded then. A context that was recorded is never given another shape. The graphs that
+    were used last are kept; a size that cannot be recorded is enqueued as before.
 
     Args:
         stream: where the steps run.
@@ -32,18 +37,20 @@ class Launcher:
         size = max(1, *(plan.device_memory_size_v2 for plan in engine.engines.values()))
         self._scratch = DeviceMemory(engine.cuda, size)  # of all contexts: steps of a sequence follow one another
         self._contexts: dict[tuple[str, int], Any] = {}
-        self._own: list[Any] = []
-        self._graphs: dict[tuple[str, int, int, int], Callable[[], None]] = {}
-        self._seen: set[tuple[str, int, int, int]] = set()
+        #: Graphs, and the contexts they were recorded from, by size; that used last comes last.
+        self._graphs: OrderedDict[Size, tuple[Callable[[], None], Any]] = OrderedDict()
+        self._seen: set[Size] = set()
+        self._not_recorded: set[Size] = set()
 
     def launch(self, tier: str, tokens: int, rows: int, visible: int) -> None:
         """Enqueue a step of `tier` that has its inputs in place."""
         size = (tier, tokens, rows, visible)
         with self._engine.cuda.lock:
             if size in self._graphs:
-                self._graphs[size]()
+                self._graphs.move_to_end(size)
+                self._graphs[size][0]()
                 return
-            again = size in self._seen and not self._captures_itself and len(self._graphs) < _MAX_GRAPHS
+            again = size in self._seen and not self._captures_itself and size not in self._not_recorded
             profile = self._engine.planner.profile(tokens, rows, visible)
             context = self._new_context(tier, profile) if again else self._context(tier, profile)
             _set_shapes(context, tokens, rows, visible)
@@ -54,9 +61,18 @@ class Launcher:
 
             enqueue()
             if again:
-                self._graphs[size] = self._stream.capture(enqueue)
-                self._own.append(context)
+                self._record(size, enqueue, context)
             self._seen.add(size)
+
+    def _record(self, size: Size, enqueue: Callable[[], None], context: Any) -> None:
+        """Keep the step that `enqueue` starts as a graph; where that fails, which changes no result, say so once."""
+        try:
+            self._graphs[size] = self._stream.capture(enqueue), context
+        except DeviceError as error:
+            self._not_recorded.add(size)
+            warnings.warn(f"a step is not kept as a CUDA graph and starts more slowly: {error}", stacklevel=2)
+        if len(self._graphs) > _MAX_GRAPHS:
+            self._graphs.popitem(last=False)  # not running: a sequence waits for a step before it starts the next
 
     @property
     def _captures_itself(self) -> bool:

@@ -196,6 +196,11 @@ def test_embedded_weights_make_every_plan_carry_them(built, copy_of):
     assert shared["weights.data"] == manifest["files"]["weights.data"]["size"]
 
 
+def test_bf16_is_refused_for_a_gpu_that_has_no_arithmetic_for_it(built):
+    with pytest.raises(ExportError, match=r"7\.5 has no bf16.*--dtype fp16"):
+        build_engines(built, dtype="bf16", compute_capabilities=["7.5"])
+
+
 def test_float32_products_are_not_rounded_to_tf32(built, monkeypatch):
     """The library's default is TF32, whose 10 bits of mantissa break the limits of float32."""
     seen: list[bool] = []

@@ -24,7 +24,8 @@ from via_sd.runtime import Pipeline, load_bundle
 from via_sd.runtime.engines.device_rows import LogitsError
 from via_sd.runtime.engines.engine_files import read_engine_files
 from via_sd.runtime.engines.rows import logits_of
-from via_sd.runtime.engines.tensorrt import load_engines
+from via_sd.runtime.engines.tensorrt import launcher, load_engines
+from via_sd.runtime.engines.tensorrt.cuda import Cuda, DeviceError, DeviceMemory
 from via_sd.runtime.engines.tensorrt.engine import TensorRTEngine
 
 pytest.importorskip("tensorrt_rtx", reason="needs the tensorrt-rtx extra")
@@ -102,6 +103,79 @@ def test_a_version_compatible_plan_may_run_its_code_for_the_host(simulated, tmp_
         TensorRTEngine(files, "verifier", library, cuda, None)
     files.request["version_compatible"] = True
     assert TensorRTEngine(files, "verifier", library, cuda, None).tiers == ("full", "slim")
+
+
+PLAIN = {"mode": "plain", "max_new_tokens": 24, "ignore_eos": True, "raw": True}
+
+
+@pytest.mark.parametrize(("call", "after"), [("cuStreamEndCapture", True), ("cuGraphInstantiate", False)])
+def test_a_step_that_cannot_be_captured_is_enqueued_as_before(call, after, simulated, tiny_pipelines):
+    if hasattr(simulated.library, "CudaGraphStrategy"):
+        pytest.skip("the library captures")
+    wanted = tiny_pipelines["model"].generate("abc abc", **PLAIN).token_ids
+    simulated.driver.fail(call, after=after)
+    with pytest.warns(UserWarning, match=f"not kept as a CUDA graph.*{call}: CUDA_ERROR_OUT_OF_MEMORY"):
+        assert simulated.pipeline.generate("abc abc", **PLAIN).token_ids == wanted
+    assert simulated.driver.launches == 0  # every further token is a step of the size that failed
+
+
+def test_the_graphs_that_were_used_last_are_kept(simulated, monkeypatch):
+    if hasattr(simulated.library, "CudaGraphStrategy"):
+        pytest.skip("the library captures")
+    monkeypatch.setattr(launcher, "_MAX_GRAPHS", 2)
+    buffers = simulated.pipeline.verifier.new_buffers()
+
+    def launches_of(count: int) -> int:
+        before = simulated.driver.launches
+        buffers.forward("full", list(range(count)), 0, 1)
+        return simulated.driver.launches - before
+
+    for count in (1, 2, 3):
+        assert [launches_of(count) for _ in range(3)] == [0, 0, 1]
+    assert [launches_of(count) for count in (3, 2, 1)] == [1, 1, 0]  # the first size made room for the third
+    assert len(buffers._launcher._graphs) == 2
+
+
+@pytest.mark.parametrize("call", ["cuMemAlloc", "cuMemHostAlloc", "cuStreamCreate", "cuMemcpyHtoDAsync"])
+def test_memory_of_a_sequence_that_could_not_be_set_up_or_run_is_freed(call, simulated):
+    verifier = simulated.pipeline.verifier
+    gc.collect()
+    held = simulated.driver.memory.held
+    simulated.driver.fail(call)
+    with pytest.raises(DeviceError, match=f"{call}: CUDA_ERROR_OUT_OF_MEMORY"):
+        verifier.new_buffers().forward("full", [1, 2], 0, 1)
+    gc.collect()
+    assert simulated.driver.memory.held == held
+
+
+def test_memory_is_not_freed_while_a_step_is_recorded_but_after_it(simulated):
+    """A finaliser may run on any line, that of a recording too, where a free would spoil it."""
+    cuda, driver = simulated.pipeline.verifier.cuda, simulated.driver
+    held = driver.memory.held
+    memory = DeviceMemory(cuda, 1024)
+    with cuda.lock:
+        del memory
+        assert driver.memory.held == held + 1024
+    assert driver.memory.held == held
+
+
+def test_pipelines_on_one_gpu_exclude_each_other(simulated):
+    assert Cuda().lock is simulated.pipeline.verifier.cuda.lock
+    assert Cuda(1).lock is not Cuda().lock
+
+
+def test_pinned_memory_for_logits_is_taken_when_logits_are_asked_for(simulated, monkeypatch):
+    sizes: list[int] = []
+    allocate = simulated.driver.cuMemHostAlloc
+    monkeypatch.setattr(
+        simulated.driver, "cuMemHostAlloc", lambda size, flags: (sizes.append(size), allocate(size, flags))[1]
+    )
+    verifier = simulated.pipeline.verifier
+    rows = verifier.new_buffers().forward("full", [1, 2], 0, 1)
+    whole = verifier.planner.max_rows * verifier.vocab_size * 4
+    assert whole not in sizes
+    assert rows[0].logits.shape == (verifier.vocab_size,)
+    assert whole in sizes
 
 
 def test_a_greedy_text_brings_numbers_to_the_host_and_no_row_of_the_verifier(simulated, monkeypatch):
