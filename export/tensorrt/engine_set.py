@@ -122,9 +122,7 @@ def build_engines(
     profiles = {d.name: plan_profiles(tokens, prefill, d.max_seq_len, separate=separate) for d in source.decoders}
     capabilities = library.capabilities(compute_capabilities)
     if dtype == "bf16" and "7.5" in capabilities:
-        raise ExportError(
-            "compute capability 7.5 has no bf16 arithmetic; build with --dtype fp16, or leave out 7.5"
-        )
+        raise ExportError("compute capability 7.5 has no bf16 arithmetic; build with --dtype fp16, or leave out 7.5")
     request = Request(
         target=target,
         library={"name": library.name, "version": library.version},
