@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from via_sd.contract.generation_options import GenerationConfig
     from via_sd.contract.manifest import Bundle, load_bundle
     from via_sd.contract.mode_names import EXACT_MODES, MODES
-    from via_sd.errors import BundleError, BusyError, RequestError, ViaSdError
+    from via_sd.errors import BundleError, BusyError, LogitsError, RequestError, ViaSdError
     from via_sd.runtime.generation.api import generate, load, stream
     from via_sd.runtime.generation.completion import Chunk, Completion, TokenLogprobs
     from via_sd.runtime.generation.pipeline import Pipeline
@@ -21,7 +21,7 @@ else:
         __name__,
         {
             **dict.fromkeys(("Bundle", "load_bundle"), "via_sd.contract.manifest"),
-            **dict.fromkeys(("BundleError", "BusyError", "RequestError", "ViaSdError"), "via_sd.errors"),
+            **dict.fromkeys(("BundleError", "BusyError", "LogitsError", "RequestError", "ViaSdError"), "via_sd.errors"),
             **dict.fromkeys(("EXACT_MODES", "MODES"), "via_sd.contract.mode_names"),
             **dict.fromkeys(("generate", "load", "stream"), "via_sd.runtime.generation.api"),
             **dict.fromkeys(("Chunk", "Completion", "TokenLogprobs"), "via_sd.runtime.generation.completion"),
@@ -42,6 +42,7 @@ __all__ = [
     "Completion",
     "CompletionStream",
     "GenerationConfig",
+    "LogitsError",
     "Pipeline",
     "Prompt",
     "PromptOptions",

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import xxhash
 
-from via_sd.files import fast_hash, read_json, whole_directory, write_json
+from via_sd.files import (
+    JSON_BYTES,
+    clear_leftovers,
+    fast_hash,
+    read_json,
+    whole_directory,
+    write_json,
+    write_whole,
+)
 
 
 def names(folder):
@@ -77,3 +87,61 @@ def test_a_hash_covers_every_byte(size, tmp_path):
     content = json.dumps({"size": size}).encode() * (1 + size // 8)
     (tmp_path / "file").write_bytes(content[:size])
     assert fast_hash(tmp_path / "file") == xxhash.xxh3_64_hexdigest(content[:size])
+
+
+def test_what_a_killed_run_left_is_removed_and_said(tmp_path):
+    target = tmp_path / "target"
+    for name in (".target.partial-123", ".other.partial-123"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    with pytest.warns(UserWarning, match=r"removed .*\.target\.partial-123, which an interrupted run left"):  # noqa: SIM117
+        with whole_directory(target) as partial:
+            (partial / "file").touch()
+    assert names(tmp_path) == [".other.partial-123", "target"]
+
+
+def test_what_a_killed_run_had_moved_away_is_put_back(tmp_path):
+    target = tmp_path / "target"
+    for name in (".target.partial-123", ".target.replaced-123"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".target.replaced-123" / "old").touch()
+    with pytest.warns(UserWarning, match="an interrupted run"):
+        clear_leftovers(target)
+    assert names(tmp_path) == ["target"]
+    assert names(target) == ["old"]
+
+
+def test_of_two_runs_to_one_target_the_later_says_that_it_lost(tmp_path):
+    target = tmp_path / "target"
+
+    def lose():
+        with whole_directory(target) as partial:
+            (partial / "mine").touch()
+            clear_leftovers(target)  # as another run does when it begins
+            assert names(partial) == ["mine"]
+            target.mkdir()
+            (target / "theirs").touch()
+
+    with pytest.raises(FileExistsError, match="another run has written it in the meantime"):
+        lose()
+    assert names(tmp_path) == ["target"]
+    assert names(target) == ["theirs"]
+
+
+def test_a_file_that_cannot_be_written_whole_leaves_nothing(tmp_path):
+    (tmp_path / "file").mkdir()
+    with pytest.raises(OSError, match="file"):
+        write_whole(tmp_path / "file", "text")
+    assert names(tmp_path) == ["file"]
+
+
+def test_json_is_read_from_regular_files_of_some_size(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="no regular file"):
+        read_json(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="no regular file"):
+        read_json(Path("/dev/zero"))
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(JSON_BYTES + 1)
+    with pytest.raises(ValueError, match=f"has {JSON_BYTES + 1} bytes, wanted at most {JSON_BYTES}"):
+        read_json(tmp_path / "large")

@@ -29,6 +29,10 @@ class RequestError(ViaSdError):
     """A request that cannot be served as it was made: prompt, mode or parameters."""
 
 
+class LogitsError(ViaSdError):
+    """Logits with NaN or Inf: no token can be chosen by them, and the sequence ends; its KV buffers are thrown away."""
+
+
 class BusyError(ViaSdError):
     """Every KV slot is taken and none became free in time."""
 

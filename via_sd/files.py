@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import glob
 import json
 import os
 import shutil
+import stat
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +16,14 @@ from typing import Any
 
 import xxhash
 
+try:
+    import fcntl
+except ImportError:  # Windows: directories have no locks, and leftovers stay
+    fcntl = None  # type: ignore[assignment]
+
 _CHUNK = 1 << 22
+#: Names of what a run that writes a directory has beside it, before the number of its process.
+_PARTIAL, _REPLACED = ".partial-", ".replaced-"
 #: Largest JSON file that is taken from elsewhere; the largest tokenizers have about 35 MB.
 JSON_BYTES = 256 << 20
 
@@ -20,8 +31,11 @@ JSON_BYTES = 256 << 20
 def write_whole(path: Path, text: str) -> None:
     """Write or replace the UTF-8 file `path` in one step."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -32,18 +46,53 @@ def whole_directory(target: Path, *, replace: bool = False) -> Iterator[Path]:
         replace: take the place of a directory `target`; without it, one that holds anything raises `OSError`.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")
+    clear_leftovers(target)
+    partial = target.with_name(f".{target.name}{_PARTIAL}{os.getpid()}")
+    replaced = target.with_name(f".{target.name}{_REPLACED}{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
+    lock = _lock(partial)
     try:
         yield partial
         if replace and target.exists():
             target.rename(replaced)
+        elif target.is_dir() and any(target.iterdir()):
+            raise FileExistsError(errno.EEXIST, "another run has written it in the meantime", str(target))
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def clear_leftovers(target: Path) -> None:
+    """Remove what runs that were killed left beside `target`, with a warning; put back what one had moved away."""
+    for partial in sorted(target.parent.glob(f".{glob.escape(target.name)}{_PARTIAL}*")):
+        lock = _lock(partial)
+        if lock is None:
+            continue  # its run is still going on
+        shutil.rmtree(partial, ignore_errors=True)
+        os.close(lock)
+        warnings.warn(f"removed {partial}, which an interrupted run left", stacklevel=4)
+        replaced = target.with_name(partial.name.replace(_PARTIAL, _REPLACED))
+        if replaced.is_dir() and not target.exists():
+            replaced.rename(target)
+            warnings.warn(f"put {target} back, which an interrupted run had moved away", stacklevel=4)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _lock(directory: Path) -> int | None:
+    """A descriptor that holds the lock of `directory` until it is closed; None if another process holds it."""
+    if fcntl is None or directory.is_symlink():
+        return None
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def read_json(path: Path) -> Any:
@@ -51,9 +100,27 @@ def read_json(path: Path) -> Any:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not JSON in UTF-8; the message says where and why.
+        ValueError: it is not JSON in UTF-8, which the message says where and why, no regular file (a pipe has no end),
+            or larger than `JSON_BYTES`.
     """
-    return parse_json(path.read_bytes())
+    return parse_json(read_regular(path, JSON_BYTES))
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """The bytes of a regular file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: no regular file (a pipe has no end), or more than `limit` bytes.
+    """
+    status = path.stat()
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("it is no regular file")
+    if status.st_size > limit:
+        raise ValueError(f"it has {status.st_size} bytes, wanted at most {limit}")
+    return path.read_bytes()
 
 
 def parse_json(content: bytes) -> Any:
@@ -92,12 +159,10 @@ def read_json_object(path: Path, failure: type[Exception]) -> dict[str, Any]:
     Raises:
         failure: no regular file (a pipe has no end), one above `JSON_BYTES`, no JSON, or something else than an object.
     """
-    if not path.is_file():
-        raise failure(f"{path} is {'no regular file' if path.exists() else 'missing'}; wanted a JSON file")
-    if path.stat().st_size > JSON_BYTES:
-        raise failure(f"{path} has {path.stat().st_size} bytes, wanted at most {JSON_BYTES}")
     try:
         data = read_json(path)
+    except OSError as error:
+        raise failure(f"{path} cannot be read: {error.strerror or error}; wanted a JSON file") from None
     except ValueError as error:  # a number of thousands of digits, too
         raise failure(f"{path} is not JSON: {error}") from None
     if not isinstance(data, dict):

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from via_sd.contract.manifest import ENGINES_FOLDER, read_manifest
+from via_sd.contract.file_entries import resolved_within
+from via_sd.contract.manifest import ENGINES_FOLDER, MANIFEST, POLICY_FOLDER, load_bundle, read_manifest
 from via_sd.errors import RepositoryError
 from via_sd.export.triton.config import WARMUP_FOLDER, ServingOptions, model_config, warm_up_files
 from via_sd.files import whole_directory
@@ -57,14 +58,30 @@ def write_repository(
     options = options or ServingOptions()
     with new_model(repository, name) as folder:
         if copy:
-            # Plain files: ONNX Runtime reads no weights through a link.
-            own = options.backend in (None, "onnxruntime")  # runs the bundle's own graphs
-            ignore = shutil.ignore_patterns(ENGINES_FOLDER) if own else None
-            shutil.copytree(source, folder / "1" / "bundle", ignore=ignore)
+            _copy_bundle(source, folder / "1" / "bundle", engines=options.backend not in (None, "onnxruntime"))
         named = "bundle" if copy else str(source)
         config = model_config(name, named, options, warm_up=warm_up)
         write_model(folder, config, warm_up=warm_up)
     return Path(repository) / name
+
+
+def _copy_bundle(source: Path, target: Path, *, engines: bool) -> None:
+    """Copy what belongs to the bundle: its files as the manifest lists them, policies, and the engines that are run.
+
+    Plain files: ONNX Runtime reads no weights through a link, and a link may lead to what is nobody's business.
+    """
+    bundle = load_bundle(source)
+    wanted = [source / MANIFEST, *map(bundle.file, bundle.manifest["files"])]
+    for folder in (POLICY_FOLDER, *([ENGINES_FOLDER] if engines else [])):
+        wanted += (source / folder).rglob("*")
+    for file in wanted:
+        relative = file.relative_to(source)
+        if file.is_dir() and not file.is_symlink():
+            continue
+        if not resolved_within(source, relative.as_posix()) or file.is_symlink() or not file.is_file():
+            raise RepositoryError(f"{file} is a link or no regular file, and is not copied; remove it from the bundle")
+        (target / relative).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(file, target / relative)
 
 
 def write_model(folder: Path, config: str, *, warm_up: bool) -> None:

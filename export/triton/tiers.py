@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from via_sd.contract.graphs import DRAFTER, FULL
-from via_sd.contract.manifest import read_manifest, write_manifest
+from via_sd.contract.manifest import Bundle, load_bundle, write_manifest
 from via_sd.errors import RepositoryError
 from via_sd.export.triton.config import ServingOptions, model_config
 from via_sd.export.triton.pbtxt import Message, Word, string_map, to_pbtxt
@@ -68,8 +68,9 @@ def write_tiers(
     """
     options = options or ServingOptions()
     source = Path(bundle).resolve()
-    manifest = read_manifest(source)
-    tiers = bundle_tiers(source, manifest)
+    checked = load_bundle(source)
+    manifest = checked.manifest
+    tiers = bundle_tiers(checked)
     if name in (tier.model for tier in tiers):
         raise RepositoryError(f"--name is {name!r}, which is what one of the tiers is called; choose another")
     models = {tier.tier: tier.model for tier in tiers if tier.tier is not None}
@@ -95,18 +96,19 @@ def _write_tier(folder: Path, tier: Tier, options: ServingOptions, copy: bool) -
     (folder / "config.pbtxt").write_text(tier_config(tier.model, graph, options), encoding="utf-8")
 
 
-def bundle_tiers(bundle: Path, manifest: Mapping[str, Any]) -> list[Tier]:
+def bundle_tiers(bundle: Bundle) -> list[Tier]:
     """The models a bundle's tiers become: `full`, `slim` if it has one, `drafter` if that is a model or a mask."""
+    manifest = bundle.manifest
     verifier, drafter = manifest["verifier"], manifest["drafter"]
-    weights = bundle / verifier["weights"]
+    weights = bundle.file(verifier["weights"])
     names = {FULL: FULL}
     if manifest["slim"] is not None:
         names[manifest["slim"]] = SLIM
     if drafter["kind"] == "mask":
         names[drafter["tier"]] = DRAFTER
-    tiers = [Tier(model, tier, bundle / verifier["tiers"][tier]["graph"], weights) for tier, model in names.items()]
+    tiers = [Tier(model, tier, bundle.file(verifier["tiers"][tier]["graph"]), weights) for tier, model in names.items()]
     if drafter["kind"] == "model":
-        tiers.append(Tier(DRAFTER, None, bundle / drafter["graph"], bundle / drafter["weights"]))
+        tiers.append(Tier(DRAFTER, None, bundle.file(drafter["graph"]), bundle.file(drafter["weights"])))
     return tiers
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from via_sd.contract.graphs import VERIFIER
+from via_sd.errors import LogitsError
 from via_sd.runtime.decoding.passes import ALONE, Passes, PassRequest
 from via_sd.runtime.engines.protocol import Block, Engine, KVBuffers
 from via_sd.runtime.engines.rows import Row
@@ -53,14 +55,15 @@ class SequenceCache:
     Args:
         buffers: KV buffers, shared by all tiers of the model.
         engine: the model.
+        model: what the manifest calls it.
         reused: positions the buffers hold already, written by the highest tier.
 
     Attributes:
         beside: per tier, who shared its last pass.
     """
 
-    def __init__(self, buffers: KVBuffers, engine: Engine, reused: int = 0) -> None:
-        self.engine = engine
+    def __init__(self, buffers: KVBuffers, engine: Engine, reused: int = 0, model: str = VERIFIER) -> None:
+        self.engine, self.model = engine, model
         self._buffers = buffers
         self.lengths = CachedLengths(engine.tiers)
         self.lengths.wrote(engine.tiers[0], reused)
@@ -72,11 +75,18 @@ class SequenceCache:
 
         Returns:
             What follows each of the last `rows` tokens; the next call makes it void.
+
+        Raises:
+            LogitsError: NaN or Inf among them; the buffers are of no use any more.
         """
         usage = self.usage[tier]
         while True:
             start = self.lengths[tier]
-            result = yield PassRequest(self.engine, tier, Block(self._buffers, sequence[start:], start, rows))
+            try:
+                result = yield PassRequest(self.engine, tier, Block(self._buffers, sequence[start:], start, rows))
+            except LogitsError as error:
+                place = f"tier {tier} of the {self.model}, positions {start} to {len(sequence) - 1}"
+                raise LogitsError(f"{place}: {error}") from None
             assert result is not None
             usage.seconds += result.seconds
             usage.calls += 1
@@ -84,7 +94,17 @@ class SequenceCache:
             self.beside[tier] = result.beside
             self.lengths.wrote(tier, start + result.fed)
             if start + result.fed == len(sequence):
+                self._check_finite(tier, result.rows, len(sequence))
                 return result.rows
+
+    def _check_finite(self, tier: str, rows: Sequence[Row], end: int) -> None:
+        for position, row in enumerate(rows, end - len(rows)):
+            if not row.is_finite():
+                raise LogitsError(
+                    f"tier {tier} of the {self.model} gave logits with NaN or Inf at position {position}; the sequence "
+                    "ends here. The weights are damaged, or too large for the precision they run in: export the model "
+                    "again from a checkpoint that is sound"
+                )
 
     def truncate(self, length: int) -> None:
         """Cut back to a sequence of `length` tokens, of which the last is not fed yet; KV behind it is void."""

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from via_sd.contract.generation_options import GenerationConfig
-from via_sd.contract.graphs import FULL
+from via_sd.contract.graphs import DRAFTER, FULL
 from via_sd.runtime.decoding.block_length import AdaptiveGamma
 from via_sd.runtime.decoding.cache import SequenceCache
 from via_sd.runtime.decoding.cost_model import CostModel
@@ -137,7 +137,7 @@ class TieredModel:
             if self._drafter_slots is not None and self.drafter is not None:
                 # Never waits: there are as many as verifier slots, and this sequence has one of those.
                 slot, reused = stack.enter_context(self._drafter_slots.lease(prompt, None))
-                caches.drafter = SequenceCache(slot.buffers, self.drafter, reused)
+                caches.drafter = SequenceCache(slot.buffers, self.drafter, reused, DRAFTER)
                 held.append((slot, caches.drafter))
             for slot, cache in held:
                 slot.computed = partial(_prompt_read, cache, len(prompt))

@@ -90,7 +90,7 @@ def _own_graphs(
     verifier, described = bundle.manifest["verifier"], bundle.manifest["drafter"]
 
     def engine(description: dict[str, Any], max_seq_len: int) -> OrtEngine:
-        graph = bundle.file(description["graph"])
+        graph = bundle.graph(description)
         return OrtEngine(graph, description, max_seq_len, threads=threads, slots=slots, deterministic=deterministic)
 
     drafter = engine(described, described["max_seq_len"]) if described["kind"] == "model" else None

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from via_sd.contract.engines_manifest import parse_engines_manifest
-from via_sd.contract.file_entries import difference
+from via_sd.contract.file_entries import difference, resolved_within
 from via_sd.contract.manifest import Bundle
 from via_sd.errors import BundleError
+from via_sd.files import JSON_BYTES, read_regular
 from via_sd.runtime.engines.trust import built_here
 
 
@@ -78,10 +79,14 @@ def read_engine_files(bundle: Bundle, target: str, *, trust: bool = False, verif
     if entry is None:
         raise BundleError(f"{bundle.path} has no engines for {target}; build them: {build}")
     file = bundle.path / entry["manifest"]
+    if not resolved_within(bundle.path, entry["manifest"]):
+        raise BundleError(f"{file} lies outside the bundle, through a link; build the engines again: {build}")
     try:
-        content = file.read_bytes()
+        content = read_regular(file, JSON_BYTES)
     except OSError:
         raise BundleError(f"{file} is missing; build the engines again: {build}") from None
+    except ValueError as error:
+        raise BundleError(f"{file} is corrupt ({error}); build the engines again: {build}") from None
     if hashlib.sha256(content).hexdigest() != entry["sha256"]:
         raise BundleError(f"{file} is not the one the bundle names; build the engines again: {build}")
     manifest = parse_engines_manifest(content, file, f"build the engines again: {build}")

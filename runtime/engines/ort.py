@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from via_sd.contract.graphs import FULL, KEEP, LAST_POSITION, LOGITS, PACKED_IDS, TOTAL_LENGTH
+from via_sd.contract.graphs import FULL, KEEP, LAST_POSITION, LOGITS, PACKED_IDS, TOTAL_LENGTH, kv_place
 from via_sd.errors import BundleError
 from via_sd.runtime.engines.kv_storage import KVStorage
 from via_sd.runtime.engines.packing import Packing
@@ -22,6 +22,11 @@ from via_sd.runtime.engines.threads import available_threads
 #: 650, 635), and at 512 a chunk takes 0.9 s.
 _PREFILL_CHUNK = 128
 _TOKENS = 64  # the size a token buffer starts with; prefill chunks enlarge it
+#: Threads of one pass at most, on machines with fewer processors.
+MAX_THREADS = 256
+_LONGEST_REASON = 300
+#: Element types of KV buffers, as ONNX Runtime calls them.
+_TYPES = {"float32": "tensor(float)", "float16": "tensor(float16)"}
 #: Sequences that may have KV buffers at once, if nobody says.
 SLOTS = 16
 
@@ -53,7 +58,9 @@ class OrtEngine:
         self.session = open_session(graph, options)
         tiers = description.get("tiers") or {FULL: {KEEP.name: []}}
         self._keep = {name: KEEP.array(tier[KEEP.name]) for name, tier in tiers.items()}
+        self.graph = graph
         self.kv: dict[str, Any] = description["kv"]
+        _check_description(self.session, graph, description, self._keep[FULL].size)
         self.vocab_size = int(description["vocab_size"])
         self.max_seq_len = max_seq_len
         self.prefill_chunk = _PREFILL_CHUNK
@@ -162,7 +169,14 @@ class _Binding:
         if tier != self._tier:
             self._keep[:] = self._engine.keep(tier)
             self._tier = tier
-        self._run(self._binding)
+        try:
+            self._run(self._binding)
+        except Exception as error:  # ONNX Runtime raises its own kinds, none of them public
+            reason = " ".join(str(error).split())[:_LONGEST_REASON]
+            raise BundleError(
+                f"ONNX Runtime failed in a pass of tier {tier} of {self._engine.graph}: {reason}; if this recurs, "
+                "export the bundle again"
+            ) from error
         return [self._rows[slot - self._first] for slot in slots]
 
     def _bind_shape(self, counts: tuple[int, ...], rows: tuple[int, ...]) -> None:
@@ -191,12 +205,45 @@ class _Binding:
         self._binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
 
 
+def _check_description(session: Any, graph: Path, description: Mapping[str, Any], flags: int) -> None:
+    """Raise `BundleError` where the graph has other KV buffers, logits or branches than the manifest says."""
+    kv = description["kv"]
+    inputs = {value.name: value for value in session.get_inputs()}
+    outputs = {value.name: value for value in session.get_outputs()}
+    found = sorted(place for name in inputs if (place := kv_place(name)) is not None)
+    wanted = [(layer, part) for layer in range(kv["num_layers"]) for part in sorted(kv["parts"])]
+    if found != wanted:
+        raise _unlike(graph, f"{len(found)} KV buffers", f"{len(wanted)}")
+    for layer, part in wanted:
+        value = inputs[kv["past"].format(layer=layer, part=part)]
+        held = (value.type, value.shape[1], value.shape[3])
+        if held != (_TYPES.get(kv["dtype"]), kv["num_heads"], kv["head_dim"]):
+            raise _unlike(
+                graph,
+                f"{value.name} of {held[1]} heads of {held[2]} numbers, {held[0]}",
+                f"{kv['num_heads']} heads of {kv['head_dim']}, {kv['dtype']}",
+            )
+    branches = inputs[KEEP.name].shape[0] if KEEP.name in inputs else 0
+    if branches != flags:
+        raise _unlike(graph, f"{branches} branches", f"{flags}")
+    vocabulary = outputs[LOGITS.name].shape[-1] if LOGITS.name in outputs else None
+    if vocabulary != description["vocab_size"]:
+        raise _unlike(graph, f"logits over {vocabulary} tokens", f"{description['vocab_size']}")
+
+
+def _unlike(graph: Path, found: str, said: str) -> BundleError:
+    return BundleError(f"{graph} has {found}, and the manifest says {said}; export the bundle again")
+
+
 def session_options(threads: int | None) -> Any:
     """Options of a session with `threads` intra-op threads; `available_threads()` if None.
 
     The threads of a pool spin within a pass and sleep between passes: pools that spin on after a pass take the cores
     from whoever runs next, be it another session of this process or another process.
     """
+    limit = max(MAX_THREADS, os.cpu_count() or 1)
+    if threads is not None and not 1 <= threads <= limit:
+        raise BundleError(f"threads is {threads}, wanted 1 to {limit}; leave it out for the cores there are")
     options = onnxruntime().SessionOptions()
     options.intra_op_num_threads = threads or available_threads()
     options.add_session_config_entry("session.force_spinning_stop", "1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +26,10 @@ class Row(Protocol):
 
     def margin(self) -> float:
         """The largest logit less the second largest: 0 where two are equal."""
+        ...
+
+    def is_finite(self) -> bool:
+        """Whether the row has no NaN and no Inf; one that lies on a device may have -Inf."""
         ...
 
     @property
@@ -55,6 +60,10 @@ class HostRow:
         best = self.argmax()
         others = (self.logits[:best], self.logits[best + 1 :])
         return float(self.logits[best]) - max(float(part.max(initial=-np.inf)) for part in others)
+
+    def is_finite(self) -> bool:
+        # Both carry a NaN on, and their difference is finite only if both are.
+        return isfinite(float(self.logits.max()) - float(self.logits.min()))
 
     def gap(self, token: int) -> float:
         return float(self.logits[token]) - float(self.logits.max())

@@ -14,7 +14,7 @@ from typing import Any, overload
 from tokenizers import Tokenizer
 
 from via_sd.contract.generation_options import GenerationConfig
-from via_sd.contract.graphs import FULL
+from via_sd.contract.graphs import DRAFTER, FULL, VERIFIER
 from via_sd.contract.manifest import TOKENIZER_FILE, Bundle, load_bundle
 from via_sd.errors import BundleError, RequestError
 from via_sd.runtime.batching.batch import PassTotals
@@ -25,6 +25,7 @@ from via_sd.runtime.decoding.logits_processors import CustomProcessor
 from via_sd.runtime.decoding.router import Router
 from via_sd.runtime.decoding.tiered_model import TieredModel
 from via_sd.runtime.engines.backends import ONNXRUNTIME, open_engines
+from via_sd.runtime.engines.loaded_files import LoadedFiles
 from via_sd.runtime.engines.protocol import Engine
 from via_sd.runtime.generation.completion import Completion
 from via_sd.runtime.generation.control import TokenControl
@@ -60,6 +61,8 @@ class Pipeline:
         policy: Policy | None = None,
     ) -> None:
         self.bundle, self.policy = bundle, policy
+        mapped = (bundle.manifest[model].get("weights") for model in (VERIFIER, DRAFTER))
+        self._files = LoadedFiles(bundle.file(name) for name in mapped if name in bundle.manifest["files"])
         self.tokenizer = _load_tokenizer(bundle)
         self.detokenize = Detokenizer(self.tokenizer)
         self.eos_token_ids = frozenset(int(token) for token in bundle.manifest["tokenizer"]["eos_token_ids"])
@@ -255,12 +258,14 @@ class Pipeline:
         Raises:
             RequestError: bad options or prompt, or a mode this bundle lacks a tier for.
             BusyError: no KV slot came free in time.
+            BundleError: somebody has written into the weights since it was loaded.
         """
         known = vars(config or GenerationConfig())
         reading = {name: options.pop(name) for name in PROMPT_OPTIONS if name in options and name not in known}
         if unknown := sorted(set(options) - set(known)):
             names = ", ".join(dict.fromkeys((*known, *PROMPT_OPTIONS)))
             raise RequestError(f"no option is called {', '.join(unknown)}; options are {names}")
+        self._files.check()
         wanted = GenerationConfig(**{**known, **options})
         tokens, config = self.encode(prompt, raw=wanted.raw, **reading), self.resolve(wanted)
         output = Output(self.detokenize, self.eos_token_ids, config, tokens)
@@ -364,7 +369,9 @@ def _load_tokenizer(bundle: Bundle) -> Tokenizer:
     file = bundle.file(TOKENIZER_FILE)
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # noqa: BLE001 - the library raises plain Exception
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - plain Exception, and panics of Rust, which are no Exception
         raise BundleError(f"{file} cannot be read: {error}; export the bundle again") from None
     # Left over from training in many a file; a prompt is neither cut in silence nor filled up.
     tokenizer.no_truncation()

@@ -10,8 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from via_sd.contract.manifest import Bundle
-from via_sd.errors import BundleError
+from via_sd.contract.generation_options import GenerationConfig
+from via_sd.contract.manifest import POLICY_FOLDER, Bundle
+from via_sd.errors import BundleError, ViaSdError
 from via_sd.files import read_json
 from via_sd.runtime.decoding.router import RouterMargins
 from via_sd.runtime.engines.backends import ONNXRUNTIME
@@ -21,7 +22,7 @@ from via_sd.runtime.generation.policy import Policy
 FORMAT = "via-sd-policy"
 #: 2: the cost of a slim pass by its length, not one share for all lengths.
 VERSION = 2
-FOLDER = "policy"
+FOLDER = POLICY_FOLDER
 
 
 def policy_file(bundle: Bundle, machine: Machine) -> Path:
@@ -69,8 +70,10 @@ def read_policy(file: Path, bundle: Bundle, backend: str) -> Policy:
         full = _curve(costs["full"])
         slim = None if costs["slim"] is None else _curve(costs["slim"])
         router = _router(data.get("router"))
-        return Policy(dict(data["auto"]), data["exact"], full, slim, costs["draft"], router)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        auto = dict(data["auto"])
+        GenerationConfig(**auto)  # raises for what no request may ask for
+        return Policy(auto, data["exact"], full, slim, costs["draft"], router)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, ViaSdError) as error:
         reason = str(error) if isinstance(error, (OSError, ValueError)) else f"it is damaged: {error!r}"
         raise BundleError(f"{file} is an invalid policy ({reason}); measure again: via-sd-export calibrate") from None
 

@@ -204,10 +204,24 @@ class PromptEncoder:
         return chat_template(source, self._special_tokens)
 
     def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
+        tokens = self._tokens_of(text, add_special_tokens)
+        largest = max(tokens, default=0)
+        if largest >= self._vocab_size:
+            raise RequestError(
+                f"the prompt has token {largest} ({self._tokenizer.id_to_token(largest)!r}), which the tokenizer knows "
+                f"and the model, of {self._vocab_size} tokens, does not; leave it out"
+            )
+        return tokens
+
+    def _tokens_of(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
             return self._control.encode(text, add_special_tokens=add_special_tokens)
+        except (RequestError, KeyboardInterrupt, SystemExit):
+            raise
         except (TypeError, UnicodeEncodeError):  # what the library says of a text that has no UTF-8
             raise RequestError("the prompt holds half a surrogate pair, which is no character; remove it") from None
+        except BaseException as error:  # noqa: BLE001 - panics of a library in Rust are no Exception
+            raise RequestError(f"the tokenizer cannot read the prompt ({error}); export the bundle again") from None
 
     def _check_length(self, text: str) -> None:
         limit = max(_CHARACTERS, _CHARACTERS_PER_POSITION * self._capacity)

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from via_sd.files import write_whole
 
@@ -38,7 +39,7 @@ def comparison(figures: Mapping[str, Mapping[str, Any]], approximate: Collection
 def write_report(path: Path, title: str, facts: Mapping[str, object], *tables: RenderableType) -> None:
     """Write `title`, `facts` and `tables` to `path` as HTML; the file appears complete or not at all."""
     console = Console(record=True, file=io.StringIO(), width=_WIDTH)
-    console.print(f"[bold]{title}[/]")
+    console.print(Text(title, "bold"))
     listed = Table(show_header=False, box=None)
     for name, value in facts.items():
         listed.add_row(name, str(value))

@@ -47,6 +47,9 @@ class Opinion:
         """0 for the likeliest token. Any other lies at least the margin below it, and counts as just that."""
         return 0.0 if token == self.token else -self.lead
 
+    def is_finite(self) -> bool:
+        return True
+
     @property
     def logits(self) -> np.ndarray:
         raise NotImplementedError("a replay has no logits: it serves greedy decoding without penalties")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from via_sd.contract.graphs import FULL
 from via_sd.runtime import load_bundle
@@ -74,7 +75,7 @@ def calibrate(
 def _show(found: Calibration) -> None:
     out.print(_times(found.costs.step_ms))
     out.print(comparison(found.rounds.second, found.approximate))
-    out.print(f"auto is now [bold]{found.winner}[/] here. {found.verdict}", highlight=False)
+    out.print(Text.assemble("auto is now ", (found.winner, "bold"), f" here. {found.verdict}"), highlight=False)
     router = found.rounds.router
     if router is None:
         return

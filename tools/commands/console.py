@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
+import signal
 import sys
+import threading
+import unicodedata
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,9 +18,9 @@ from typing import Any, ParamSpec, TextIO, TypeVar
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBar
+from rich.text import Text
 
 from via_sd.errors import ExportError
 from via_sd.masks import MaskError
@@ -29,12 +33,36 @@ R = TypeVar("R")
 #: Exit codes: 1 a check failed, 2 bad usage or input.
 CHECK_FAILED, BAD_INPUT = 1, 2
 _INTERRUPTED = 130
+_SIGNALLED = 128
 #: Where our code lies: in a checkout the folder that holds `tools/` and the others.
 _PACKAGE = Path(__file__).resolve().parents[2]
 
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether `stream` is a terminal; one that was closed before we began is None."""
+    return stream is not None and stream.isatty()
+
+
+class _Terminal(Console):
+    """A console that prints text as text: names and messages are no markup, and steer no terminal."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
+def printable(text: str) -> str:
+    """`text` with its control characters written out, all but line feeds and tabs."""
+    return "".join(
+        char if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cs") else ascii(char)[1:-1] for char in text
+    )
+
+
 # Where nobody knows the width (a pipe, a file), tables are as wide as they need to be rather than cut at 80.
-out = Console(width=None if sys.stdout.isatty() else 160)
-err = Console(stderr=True)
+out = _Terminal(width=None if is_terminal(sys.stdout) else 160)
+err = _Terminal(stderr=True)
 
 
 class CommandError(Exception):
@@ -43,6 +71,14 @@ class CommandError(Exception):
 
 class CheckFailedError(Exception):
     """A comparison that a command was asked to make came out wrong."""
+
+
+class _Ended(KeyboardInterrupt):
+    """A signal asked the process to end."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__()
+        self.signal = number
 
 
 #: What is imported only where it is needed -> the extra that brings it.
@@ -63,7 +99,8 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            with _warnings_in_a_line():
+            _escape_foreign_characters()
+            with _warnings_in_a_line(), _ending_in_order():
                 return function(*args, **kwargs)
         except CheckFailedError as error:
             raise _failed(str(error), CHECK_FAILED) from None
@@ -79,10 +116,44 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
             raise
         except OSError as error:  # a folder that cannot be written, a full disk
             raise _failed(str(error), BAD_INPUT) from None
+        except MemoryError as error:
+            reason = f" ({error})" if str(error) else ""
+            raise _failed(f"there is not enough memory for this{reason}", BAD_INPUT) from None
+        except _Ended as end:
+            raise _failed(f"ended by {end.signal.name}", _SIGNALLED + end.signal) from None
         except KeyboardInterrupt:
             raise _failed("interrupted", _INTERRUPTED) from None
 
     return wrapped
+
+
+def _escape_foreign_characters() -> None:
+    """Escape the characters that the encoding of stdout or stderr does not have, rather than fail halfway."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP end the block as Ctrl-C does, so that nothing half done stays behind."""
+
+    def end(number: int, _: Any) -> None:
+        raise _Ended(signal.Signals(number))
+
+    ours: list[int] = []
+    if threading.current_thread() is threading.main_thread():
+        for name in ("SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)
+            # Whoever ignores one of them (nohup), or has a handler, means it.
+            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, end)
+                ours.append(number)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
@@ -100,8 +171,7 @@ def _warnings_in_a_line() -> Iterator[None]:
             line: str | None = None,
         ) -> None:
             if category is UserWarning and _PACKAGE in Path(filename).resolve().parents:
-                text = escape(" ".join(str(message).split()))
-                err.print(f"[bold yellow]warning:[/] {text}", soft_wrap=True, highlight=False)
+                _say("warning:", "bold yellow", str(message))
             else:
                 elsewhere(message, category, filename, lineno, file, line)
 
@@ -122,14 +192,20 @@ def check_writable(*files: Path | None) -> None:
 
 def _failed(message: str, code: int) -> typer.Exit:
     """Print one message; the exception that ends the process with `code`."""
-    err.print(f"[bold red]error:[/] {escape(' '.join(message.split()))}", soft_wrap=True, highlight=False)
+    _say("error:", "bold red", message)
     return typer.Exit(code)
+
+
+def _say(label: str, style: str, message: str) -> None:
+    text = Text.assemble((label, style), f" {printable(' '.join(message.split()))}")
+    err.print(text, soft_wrap=True, highlight=False)
 
 
 def print_json(facts: Any, *, ensure_ascii: bool = True) -> None:
     """Print exactly one JSON object."""
-    json.dump(facts, sys.stdout, ensure_ascii=ensure_ascii)
-    sys.stdout.write("\n")
+    # Whole or not at all: what the terminal's encoding has no character for is escaped.
+    encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().replace("-", "")
+    sys.stdout.write(json.dumps(facts, ensure_ascii=ensure_ascii or encoding != "utf8") + "\n")
 
 
 @contextmanager
@@ -137,12 +213,12 @@ def progress_bar() -> Iterator[Progress]:
     """A bar on stderr, if it is a terminal; call it with a description and the share done, 0 to 1 or None."""
     with ProgressBar(
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TimeElapsedColumn(),
         console=err,
         transient=True,
-        disable=not sys.stderr.isatty(),
+        disable=not is_terminal(sys.stderr),
     ) as progress:
         task = progress.add_task("starting", total=None)
 

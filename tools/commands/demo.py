@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from via_sd.files import parse_json
 from via_sd.masks import parse_mask, write_mask
@@ -50,7 +51,9 @@ def demo(
             _export(bundle, progress)
         progress("loading", None)
         pipeline = Pipeline.load(bundle, max_sequences=1)
-    out.print(f"[bold]SmolLM2-135M-Instruct[/] ({bundle}), slim-verifier without {_skipped(pipeline)}")
+    out.print(
+        Text.assemble(("SmolLM2-135M-Instruct", "bold"), f" ({bundle}), slim-verifier without {_skipped(pipeline)}")
+    )
     for mode in MODES:
         _show(pipeline, mode, max_new_tokens)
     with progress_bar() as progress:
@@ -84,7 +87,7 @@ def _skipped(pipeline: Pipeline) -> str:
 def _show(pipeline: Pipeline, mode: str, max_new_tokens: int) -> None:
     # The default router leaves slim out where it does not pay; here every tier is to be seen.
     router = "paper" if mode == "routed" else None
-    out.rule(f"[bold]{mode}[/]" + (f", router {router}" if router else ""), align="left")
+    out.rule(Text.assemble((mode, "bold"), f", router {router}" if router else ""), align="left")
     stream = pipeline.stream(PROMPTS[-1].text, mode=mode, router=router, max_new_tokens=max_new_tokens, audit_tail=True)
     for chunk in stream:
         show(chunk)

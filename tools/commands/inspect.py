@@ -62,8 +62,8 @@ def _bundle_facts(bundle: Bundle) -> dict[str, Any]:
         "engines": list(manifest.get("engines", {})),
         "policies": sorted(file.name for file in (bundle.path / FOLDER).glob("*.json")),
         "bytes": {name: entry["size"] for name, entry in manifest["files"].items()},
-        "check": manifest["check"],
-        "made_by": manifest["made_by"],
+        "check": manifest.get("check"),
+        "made_by": manifest.get("made_by"),
     }
 
 
@@ -87,7 +87,7 @@ def _tier_facts(bundle: Bundle) -> dict[str, dict[str, Any]]:
     for name, tier in tiers.items():
         mask, added = masks.get(name), tier["added_bytes"]
         runs = {"skip_ratio": 0.0} if mask is None else {"skip_ratio": mask.skip_ratio, **_state_facts(mask)}
-        facts[name] = {**runs, "added_bytes": added, "added_share": added / tiers[FULL]["added_bytes"]}
+        facts[name] = {**runs, "added_bytes": added, "added_share": added / max(1, tiers[FULL]["added_bytes"])}
     return facts
 
 

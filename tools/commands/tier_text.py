@@ -7,7 +7,7 @@ from rich.style import Style
 from rich.text import Text
 
 from via_sd.runtime import Chunk, Completion
-from via_sd.tools.commands.console import out
+from via_sd.tools.commands.console import out, printable
 
 #: Colour of a token by its tier.
 TIER_STYLES = {"draft": "green", "slim": "yellow", "full": "default"}
@@ -19,7 +19,8 @@ def show(chunk: Chunk) -> None:
     Its text may lag behind its tokens; the last token's tier colours what has become certain.
     """
     style = Style.parse(TIER_STYLES[chunk.tiers[-1]] if chunk.tiers else "default")
-    out.print(Segments([Segment(chunk.text, style)]), end="", soft_wrap=True)
+    text = printable(chunk.text) if out.is_terminal else chunk.text
+    out.print(Segments([Segment(text, style)]), end="", soft_wrap=True)
 
 
 def summary(completion: Completion) -> Text:

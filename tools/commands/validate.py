@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from via_sd.runtime import load_bundle
 from via_sd.runtime.engines.backends import ONNXRUNTIME
@@ -85,7 +86,7 @@ def _show(title: str, reports: list[TierReport]) -> None:
         for output in report.outputs:
             if output not in layers:
                 figures = (f"{getattr(output, name):.2g}" for name in _FIGURES)
-                table.add_row(report.tier, output.name, *figures, "" if output.passed else "[red]differs[/]")
+                table.add_row(report.tier, output.name, *figures, "" if output.passed else Text("differs", "red"))
         if layers:
             worst = (f"{max(getattr(output, name) for output in layers):.2g}" for name in _FIGURES)
             table.add_row(report.tier, f"worst of {len(layers)} keys and values", *worst, "")

@@ -10,10 +10,26 @@ from typing import Any
 
 import xxhash
 
+from via_sd.errors import BundleError
 from via_sd.files import fast_hash, read_chunks
 
 #: Size in bytes, sha256 and XXH3-64 as hexadecimal.
 FileEntry = dict[str, Any]
+
+
+def check_listed(folder: Path, files: Collection[str]) -> None:
+    """Raise `BundleError` for a file in `folder` that is not among `files`, paths relative to it.
+
+    What loads a graph may open whatever lies beside it: weights that a manifest does not list are not checked.
+    """
+    for file in sorted(folder.iterdir()):
+        if not file.is_dir() and file.name not in files:
+            raise BundleError(f"{file} is not listed in the manifest, so nothing has checked it; remove it")
+
+
+def resolved_within(directory: Path, relative: str) -> bool:
+    """Whether the file `relative` of `directory` lies in it, links resolved."""
+    return (directory / relative).resolve().is_relative_to(directory.resolve())
 
 
 def describe_files(directory: Path, leave_out: Collection[str] = ()) -> dict[str, FileEntry]:
@@ -42,9 +58,11 @@ def difference(file: Path, entry: Mapping[str, Any], *, verify: bool = True) -> 
         verify: compare the XXH3 (a few gigabytes per second); sizes are always compared.
     """
     try:
-        status = file.stat()
+        status = file.lstat()
     except OSError:
         return "is missing"
+    if stat.S_ISLNK(status.st_mode):
+        return "is a link, wanted the file itself"
     if not stat.S_ISREG(status.st_mode):
         return "is not a file"
     if status.st_size != entry["size"]:

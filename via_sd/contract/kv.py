@@ -9,6 +9,18 @@ from typing import Any
 import numpy as np
 
 from via_sd.contract.graphs import PARTS, PAST, PRESENT
+from via_sd.contract.values import DIMENSION, Contract, Value, one_of
+
+#: What a manifest says of KV buffers.
+KV: Contract = {
+    "past": one_of(PAST),
+    "present": one_of(PRESENT),
+    "parts": Value(f"{list(PARTS)}", lambda value: value == list(PARTS)),
+    "num_layers": DIMENSION,
+    "num_heads": DIMENSION,
+    "head_dim": DIMENSION,
+    "dtype": one_of("float32", "float16", "bfloat16"),
+}
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,30 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
-from via_sd.contract.file_entries import difference
+from via_sd.contract.file_entries import check_listed, difference, resolved_within
 from via_sd.contract.graphs import FULL, KEEP
+from via_sd.contract.kv import KV
 from via_sd.contract.model_settings import check_settings
+from via_sd.contract.values import (
+    BOOLEAN,
+    BYTES,
+    DIMENSION,
+    LARGEST_DIMENSION,
+    NAME,
+    OBJECT,
+    PATH,
+    TEXT,
+    Contract,
+    by_name,
+    check,
+    check_keys,
+    describe,
+    list_of,
+    optional,
+    whole,
+)
 from via_sd.errors import BundleError, MaskError
 from via_sd.files import read_json, write_json
 from via_sd.masks import Mask, ModelIdentity, parse_mask
@@ -25,36 +43,37 @@ MANIFEST = "bundle.json"
 TOKENIZER_FILE = "tokenizer.json"
 #: Where engines lie, a folder for each target.
 ENGINES_FOLDER = "engines"
+#: Where policies lie, one for each machine.
+POLICY_FOLDER = "policy"
 
-#: What is read of a decoder's entry, and its type.
-_DECODER: dict[str, Any] = {
-    "graph": str,
-    "vocab_size": int,
-    "kv": {
-        "past": str,
-        "present": str,
-        "parts": list,
-        "num_layers": int,
-        "num_heads": int,
-        "head_dim": int,
-        "dtype": str,
+_DECODER: Contract = {
+    "graph": PATH,
+    "weights": PATH,
+    "vocab_size": DIMENSION,
+    "kv": KV,
+}
+#: What is read of a manifest.
+_CONTRACT: Contract = {
+    "model": OBJECT,
+    "precision": TEXT,
+    "max_seq_len": DIMENSION,
+    "tokenizer": {
+        "eos_token_ids": list_of(whole(0, LARGEST_DIMENSION)),
+        "special_tokens": by_name(TEXT),
+        "chat_template": optional(TEXT),
     },
+    "verifier": {**_DECODER, "tiers": {FULL: OBJECT}},
+    "slim": optional(NAME),
+    "drafter": {"kind": TEXT},
+    "files": OBJECT,
 }
-#: What is read of a manifest, and its type; tuples are alternatives.
-_CONTRACT: dict[str, Any] = {
-    "model": dict,
-    "precision": str,
-    "max_seq_len": int,
-    "tokenizer": {"eos_token_ids": list, "special_tokens": dict, "chat_template": (str, NoneType)},
-    "verifier": {**_DECODER, "tiers": {FULL: {KEEP.name: list}}},
-    "slim": (str, NoneType),
-    "drafter": {"kind": str},
-    "files": dict,
-}
-_DRAFTERS: dict[str, dict[str, Any]] = {
+_FILE: Contract = {"size": BYTES, "xxh3": TEXT}
+_TIER: Contract = {"graph": PATH, KEEP.name: list_of(BOOLEAN), "added_bytes": BYTES}
+_ENGINES: Contract = {"manifest": PATH, "sha256": TEXT}
+_DRAFTERS: dict[str, Contract] = {
     "ngram": {},
-    "mask": {"tier": str},
-    "model": {**_DECODER, "max_seq_len": int, "shared_vocab": int},
+    "mask": {"tier": NAME},
+    "model": {**_DECODER, "max_seq_len": DIMENSION, "shared_vocab": whole(0, LARGEST_DIMENSION)},
 }
 
 
@@ -95,6 +114,21 @@ class Bundle:
             raise BundleError(f"{self.path / MANIFEST} does not list {relative}; export the bundle again")
         return self.path / relative
 
+    def graph(self, entry: Mapping[str, Any]) -> Path:
+        """The graph of the verifier's or the drafter's `entry`; it and all beside it were checked.
+
+        Raises:
+            BundleError: the graph, its weights or another file of the graph's folder is not in the manifest.
+        """
+        graph, weights = self.file(entry["graph"]), self.file(entry["weights"])
+        if weights.parent != graph.parent:
+            raise BundleError(f"{weights} does not lie beside {graph}; export the bundle again")
+        check_listed(
+            graph.parent,
+            {(self.path / name).name for name in self.manifest["files"] if (self.path / name).parent == graph.parent},
+        )
+        return graph
+
 
 def load_bundle(path: str | Path, *, verify: bool = True) -> Bundle:
     """Read the bundle at `path`.
@@ -109,6 +143,8 @@ def load_bundle(path: str | Path, *, verify: bool = True) -> Bundle:
     directory = Path(path)
     manifest = read_manifest(directory)
     for relative, wanted in manifest["files"].items():
+        if not resolved_within(directory, relative):
+            raise BundleError(f"{directory / relative} lies outside the bundle, through a link; copy the bundle whole")
         _check_file(directory / relative, wanted, verify)
     return Bundle(directory, manifest)
 
@@ -120,6 +156,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         BundleError: no bundle there, another format version, or a manifest that lacks what is read of it.
     """
     file = directory / MANIFEST
+    if file.is_symlink():
+        raise BundleError(f"{file} is a link, wanted the file itself; copy the bundle whole")
     try:
         manifest = read_json(file)
     except (FileNotFoundError, NotADirectoryError):
@@ -170,40 +208,42 @@ def set_engines(directory: Path, target: str, manifest: Path | None) -> None:
 
 
 def _check_contract(manifest: dict[str, Any]) -> None:
-    """Raise `ValueError` unless everything that is read of a manifest is there and of its type."""
-    _check(manifest, _CONTRACT, "")
+    """Raise `ValueError` unless everything that is read of a manifest is there, possible, and of one piece."""
+    check(manifest, _CONTRACT)
     ModelIdentity.from_json(manifest["model"])
+    check_keys(manifest["files"], PATH, "files")
+    for name in manifest["files"]:
+        check(manifest["files"], {name: _FILE}, "files.")
+    _check_tiers(manifest["verifier"]["tiers"])
     tiers, drafter = manifest["verifier"]["tiers"], manifest["drafter"]
-    for name, tier in tiers.items():
-        _check(tiers, {name: {KEEP.name: list, "added_bytes": int}}, "verifier.tiers.")
-        if "mask" in tier:
-            parse_mask(tier["mask"])
     if drafter["kind"] not in _DRAFTERS:
-        raise ValueError(f"drafter.kind is {drafter['kind']!r}, this release knows {', '.join(_DRAFTERS)}")
-    _check(drafter, _DRAFTERS[drafter["kind"]], "drafter.")
+        raise ValueError(f"drafter.kind is {describe(drafter['kind'])}, this release knows {', '.join(_DRAFTERS)}")
+    check(drafter, _DRAFTERS[drafter["kind"]], "drafter.")
     for what, name in (("slim", manifest["slim"]), ("drafter.tier", drafter.get("tier"))):
         if name is not None and "mask" not in tiers.get(name, {}):
             raise ValueError(f"{what} is {name!r}, and no tier of that name has a mask")
     settings = manifest.get("generation_config", {})
-    _check({"generation_config": settings}, {"generation_config": dict}, "")
+    check({"generation_config": settings}, {"generation_config": OBJECT})
     check_settings(settings)
-    for name in manifest["files"]:
-        _check(manifest["files"], {name: {"size": int, "xxh3": str}}, "files.")
+    engines = manifest.get("engines", {})
+    if not OBJECT.fits(engines):
+        raise ValueError(f"engines is {describe(engines)}, wanted {OBJECT.wanted}")
+    check_keys(engines, NAME, "engines")
+    for target in engines:
+        check(engines, {target: _ENGINES}, "engines.")
 
 
-def _check(data: dict[str, Any], contract: Mapping[str, Any], where: str) -> None:
-    for key, wanted in contract.items():
-        if key not in data:
-            raise ValueError(f"{where}{key} is missing")
-        kind = dict if isinstance(wanted, dict) else wanted
-        if not isinstance(data[key], kind):
-            raise ValueError(f"{where}{key} is {str(data[key])[:40]!r}, which is no {_name(kind)}")
-        if isinstance(wanted, dict):
-            _check(data[key], wanted, f"{where}{key}.")
-
-
-def _name(kind: Any) -> str:
-    return " or ".join(k.__name__ for k in kind) if isinstance(kind, tuple) else str(kind.__name__)
+def _check_tiers(tiers: dict[str, Any]) -> None:
+    check_keys(tiers, NAME, "verifier.tiers")
+    for name, tier in tiers.items():
+        if not OBJECT.fits(tier):
+            raise ValueError(f"verifier.tiers.{name} is {describe(tier)}, wanted {OBJECT.wanted}")
+        check(tier, _TIER, f"verifier.tiers.{name}.")
+        if "mask" in tier:
+            parse_mask(tier["mask"])
+    flags = {name: len(tier[KEEP.name]) for name, tier in tiers.items()}
+    if len(set(flags.values())) != 1:
+        raise ValueError(f"verifier.tiers have different numbers of flags in keep: {flags}")
 
 
 def _check_file(path: Path, entry: Mapping[str, Any], verify: bool) -> None:

@@ -29,7 +29,7 @@ from jinja2.visitor import NodeTransformer
 from via_sd.errors import RequestError
 
 #: Seconds one rendering may take. Real templates take milliseconds.
-SECONDS = 5.0
+SECONDS = 3.0
 #: Characters and items a value may have, beyond some for each that the conversation itself has.
 SIZE, SIZE_PER_INPUT = 1_000_000, 16
 #: How many times that all values of one rendering may have together.

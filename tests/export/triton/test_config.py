@@ -111,6 +111,27 @@ def test_a_copied_bundle_is_named_by_a_path_that_moves_with_the_repository(bundl
     assert not any(path.is_symlink() for path in folder.rglob("*"))
 
 
+def test_what_does_not_belong_to_a_bundle_is_not_copied(bundle: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(bundle, tmp_path / "source"))
+    secret = tmp_path / "secret"
+    secret.write_text("not to be served")
+    (source / "notes").symlink_to(secret)
+    (source / "other").touch()
+    folder = write_repository(source, tmp_path / "repository")
+    copied = {path.name for path in (folder / "1" / "bundle").iterdir()}
+    assert copied == {path.name for path in bundle.iterdir()}
+    (source / "policy").mkdir()
+    (source / "policy" / "machine.json").symlink_to(secret)
+    with pytest.raises(RepositoryError, match=r"machine\.json is a link or no regular file, and is not copied"):
+        write_repository(source, tmp_path / "repository", name="other")
+    (source / "policy").rename(tmp_path / "elsewhere")
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer.json").symlink_to(secret)
+    with pytest.raises(BundleError, match="tokenizer"):
+        write_repository(source, tmp_path / "repository", name="other")
+    assert not list(tmp_path.glob("repository/*other*"))
+
+
 def test_what_cannot_be_written_is_refused_and_leaves_nothing_behind(bundle: Path, tmp_path: Path) -> None:
     write_repository(bundle, tmp_path, copy=False)
     with pytest.raises(RepositoryError, match="is there already"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from via_sd.runtime.engines.device_rows import LogitsError, device_rows
+from via_sd.errors import LogitsError
+from via_sd.runtime.engines.device_rows import device_rows
 
 
 def test_logits_are_fetched_once_and_only_for_a_token_nothing_is_known_of():

@@ -19,9 +19,8 @@ import pytest
 
 from tests.support.backend_checks import assert_close, check_against_the_routed_graph
 from tests.support.pipelines import WatchedPipeline
-from via_sd.errors import BundleError
+from via_sd.errors import BundleError, LogitsError
 from via_sd.runtime import Pipeline, load_bundle
-from via_sd.runtime.engines.device_rows import LogitsError
 from via_sd.runtime.engines.engine_files import read_engine_files
 from via_sd.runtime.engines.rows import logits_of
 from via_sd.runtime.engines.tensorrt import launcher, load_engines
