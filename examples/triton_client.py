@@ -33,15 +33,17 @@ inputs = [
 ]
 client.async_stream_infer("via_sd", inputs, enable_empty_final_response=True)
 final = False
-while not final:
-    result, error = answers.get()
-    if error:
-        raise error
-    response = result.get_response()
-    text = result.as_numpy("text_output")
-    if text is not None:
-        print(text[0, 0].decode(), end="", flush=True)
-    if (reason := result.as_numpy("finish_reason")) is not None:
-        print(f"\nended by {reason[0, 0].decode()}")
-    final = response.parameters["triton_final_response"].bool_param
-client.stop_stream()
+try:
+    while not final:
+        result, error = answers.get()
+        if error:
+            raise error
+        response = result.get_response()
+        text = result.as_numpy("text_output")
+        if text is not None:
+            print(text[0].decode(), end="", flush=True)
+        if (reason := result.as_numpy("finish_reason")) is not None:
+            print(f"\nended by {reason[0, 0].decode()}")
+        final = response.parameters["triton_final_response"].bool_param
+finally:  # an open stream keeps the program from ending
+    client.stop_stream()

@@ -84,7 +84,8 @@ class Channel:
         if request.echo and not self._begun:
             text = request.prompt + text
         self._begun = True
-        yield _tensor("text_output", text)
+        # [1], not [1, 1]: clients of TensorRT-LLM's models decode `text_output[0]`.
+        yield pb_utils.Tensor("text_output", np.array([text.encode("utf-8")], dtype=np.object_))
         if request.count_input:
             yield _tensor("num_input_tokens", self.prompt_tokens)
         if request.count_output:

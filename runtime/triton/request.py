@@ -14,10 +14,14 @@ from via_sd.contract.served_model import (
     GENERATION_INPUTS,
     GUIDE_TYPES,
     IGNORED_PARAMETERS,
+    INPUTS,
     TIMEOUT,
     runtime_options,
 )
 
+#: Inputs of several texts, or none.
+_LISTS = ("stop_words", "bad_words")
+INPUT_NAMES = frozenset(spec.name for spec in INPUTS)
 _GUIDE = ("guided_decoding_guide_type", "guided_decoding_guide")
 
 #: Inputs that are taken only where they change nothing, and the values that do not.
@@ -69,10 +73,14 @@ def parse_request(tensors: Mapping[str, np.ndarray], parameters: Mapping[str, An
         InvalidRequest: no prompt, text that is not UTF-8, a number that is not finite, an unknown parameter, or an
             input whose value is not supported. Ranges are the runtime's to check.
     """
+    if misplaced := sorted(INPUT_NAMES.intersection(parameters)):
+        raise InvalidRequest(f"{', '.join(misplaced)} came as a parameter of the request: send it as an input tensor")
     if unknown := sorted(set(parameters) - {TIMEOUT, *IGNORED_PARAMETERS}):
         raise InvalidRequest(f"no input of this model is called {', '.join(unknown)}: its config says which there are")
     values = {name: array.reshape(-1) for name, array in tensors.items()}
-    prompt = _text("text_input", values["text_input"][0])
+    if empty := sorted(name for name in values if not len(values[name]) and name not in _LISTS):
+        raise InvalidRequest(f"{', '.join(empty)} has no value: give one, or leave the input out")
+    prompt = _text("text_input", values["text_input"][0]) if "text_input" in values else ""
     if not prompt:
         raise InvalidRequest("text_input is empty: give the text to continue")
     _refuse_unsupported(values, defaults)
@@ -80,6 +88,8 @@ def parse_request(tensors: Mapping[str, np.ndarray], parameters: Mapping[str, An
     if "random_seed" in values:
         options["seed"] = _scalar("random_seed", values["random_seed"][0])
     options |= {name: _value(name, values) for name in GENERATION_INPUTS if name in values}
+    if options.get("top_p") == 0:  # off, to clients of TensorRT-LLM's models
+        options["top_p"] = 1.0
     if options.get("max_tokens", 1) < 1:
         raise InvalidRequest(f"max_tokens is {options['max_tokens']}, wanted 1 or more")
     runtime = runtime_options(options)

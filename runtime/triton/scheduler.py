@@ -210,7 +210,12 @@ class Scheduler:
                 failure = RequestFailed(Reason.CANCELLED, "the client cancelled the request while it was waiting")
             elif self._closed:
                 failure = RequestFailed(Reason.UNLOADED, "the model is being unloaded")
-            elif job.out_of_time(now) or waited > (self._limits.queue_timeout or float("inf")):
+            elif job.out_of_time(now):
+                failure = RequestFailed(
+                    Reason.TIMEOUT,
+                    f"the request was not done within {job.timeout:g} s, its time-out: it was still waiting for a slot",
+                )
+            elif waited > (self._limits.queue_timeout or float("inf")):
                 failure = RequestFailed(
                     Reason.QUEUE_TIMEOUT, f"no slot came free within {waited:.1f} s, the longest it may wait: try later"
                 )

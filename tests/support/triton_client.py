@@ -122,7 +122,7 @@ class GrpcClient:
                 for output in result.get_response().outputs:
                     array = result.as_numpy(output.name)
                     if output.name == "text_output":
-                        reply.chunks.append(array[0, 0].decode())
+                        reply.chunks.append(array[0].decode())
                     elif array.dtype == np.object_:
                         reply.outputs[output.name] = array[0, 0].decode()
                     else:

@@ -161,7 +161,7 @@ def test_four_requests_at_once_each_get_their_share(client: GrpcClient) -> None:
     while len(ends) < len(names):
         result, error, final = client.take()
         assert error is None
-        received[result.get_response().id] += len(result.as_numpy("text_output")[0, 0])
+        received[result.get_response().id] += len(result.as_numpy("text_output")[0])
         if final:
             ends.append(dict(received))
     first, last = ends[0], ends[-1]

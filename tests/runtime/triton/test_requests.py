@@ -88,6 +88,35 @@ def test_what_clients_of_tensorrt_llm_always_send_is_taken_where_it_changes_noth
     assert (status, json.loads(text)["text_output"]) == (200, ANSWER)
 
 
+def test_text_comes_in_the_shape_that_clients_of_tensorrt_llm_decode(client: GrpcClient) -> None:
+    client.send(PROMPT)
+    result, error, _ = client.take()
+    assert error is None
+    assert result.as_numpy("text_output").shape == (1,)
+    assert result.as_numpy("text_output")[0].decode() == ANSWER
+
+
+def test_grammars_and_penalties_are_those_of_the_library(client: GrpcClient, pipeline: Pipeline) -> None:
+    pytest.importorskip("llguidance", reason="needs the grammar extra")
+    schema = '{"enum": ["river", "sea"]}'
+    reply = client.ask(PROMPT, guided_decoding_guide_type="json_schema", guided_decoding_guide=schema)
+    assert reply.text == pipeline.generate(PROMPT, raw=True, json_schema=schema).text
+    assert json.loads(reply.text) in ("river", "sea")
+    options: dict[str, Any] = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "bad_words": ["fox"]}
+    found = pipeline.generate(PROMPT, raw=True, max_new_tokens=30, no_repeat_ngram_size=2, **options)
+    assert client.ask(PROMPT, max_tokens=30, no_repeat_ngram_size=2, **options).text == found.text
+
+
+def test_top_p_of_0_is_off_as_connectors_send_it(client: GrpcClient) -> None:
+    assert client.ask(PROMPT, top_p=0.0, top_k=1, temperature=1.0, length_penalty=1.0, beam_width=1).text == ANSWER
+
+
+def test_a_request_without_a_prompt_is_told_so(server: TritonServer) -> None:
+    status, body = post(server.http_url, "generate", {"max_tokens": 3})
+    assert status == 400
+    assert "text_input" in json.loads(body)["error"]
+
+
 def test_the_seed_may_come_under_its_older_name(client: GrpcClient) -> None:
     sampled = {"temperature": 1.0, "max_tokens": 30}
     text = client.ask(PROMPT, seed=11, **sampled).text

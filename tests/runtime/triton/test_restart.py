@@ -110,7 +110,7 @@ def test_two_instances_serve_and_count_apart(bundle: Path, tmp_path: Path) -> No
         while len(texts) < 8:
             result, error, _ = client.take()
             assert error is None
-            texts.append(result.as_numpy("text_output")[0, 0].decode())
+            texts.append(result.as_numpy("text_output")[0].decode())
         assert set(texts) == {ANSWER}
 
         def served(number: int) -> float:

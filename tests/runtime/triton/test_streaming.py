@@ -128,7 +128,7 @@ def test_several_requests_on_one_stream_are_answered_side_by_side(client: GrpcCl
         result, error, final = client.take()
         assert error is None
         name = result.get_response().id
-        texts[name] += result.as_numpy("text_output")[0, 0].decode()
+        texts[name] += result.as_numpy("text_output")[0].decode()
         if final:
             finals.append(name)
     assert sorted(finals) == ["a", "b", "c"]
