@@ -19,7 +19,7 @@ from via_sd.runtime.engines.protocol import Engine
 from via_sd.runtime.generation.policy import Policy
 from via_sd.tools.bench.prompts import Prompt
 from via_sd.tools.bench.run import PLAIN, Sample, run_bench, summarise
-from via_sd.tools.calibration.latency import Costs
+from via_sd.tools.prediction.latency import Costs
 from via_sd.tools.calibration.margins import fit_margins, judged_once
 
 #: Outer thresholds of the router that are tried (paper Algorithm 2); its own is the first.

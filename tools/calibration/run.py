@@ -16,7 +16,7 @@ from via_sd.runtime.generation.machine import Machine, this_machine
 from via_sd.runtime.generation.policy import Policy
 from via_sd.runtime.generation.policy_file import policy_file, policy_json
 from via_sd.tools.bench import Prompt
-from via_sd.tools.calibration.latency import Costs, measure_costs
+from via_sd.tools.prediction.latency import Costs, measure_costs
 from via_sd.tools.calibration.rounds import (
     Rounds,
     candidates,

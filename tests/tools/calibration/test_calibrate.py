@@ -20,7 +20,7 @@ from via_sd.runtime.generation.policy import Policy
 from via_sd.runtime.generation.policy_file import measured_files, policy_file, read_policy
 from via_sd.tools.bench.run import Sample
 from via_sd.tools.calibration import rounds
-from via_sd.tools.calibration.latency import SIZES, Costs, measure_costs, step_times
+from via_sd.tools.prediction.latency import SIZES, Costs, measure_costs, step_times
 from via_sd.tools.calibration.rounds import candidates, winner_of
 from via_sd.tools.commands.main import app
 

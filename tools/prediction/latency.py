@@ -11,7 +11,7 @@ from via_sd.contract.graphs import DRAFTER, FULL
 from via_sd.runtime import Bundle
 from via_sd.runtime.engines.protocol import Engine
 
-SIZES = (1, 2, 4, 8, 16)
+SIZES = (1, 2, 4, 8, 16, 32)
 #: The first passes of a size compile, allocate and capture.
 _WARM_UP = 3
 
