@@ -29,7 +29,7 @@ demo: setup
 	$(BIN)/via-sd-export demo
 
 test: setup
-	$(BIN)/python -m pytest -m "not long and not server and not engines"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not long and not server and not engines"
 
 test-all: setup
 	$(BIN)/python -m pip install -q -e ".[tensorrt-rtx]"

@@ -44,7 +44,10 @@ python_maximum_signature_line_length = 88
 
 
 #: Packages whose public names are documented in reference/python.md.
-PACKAGES = ("via_sd.masks", *(f"via_sd.tools.{name}" for name in ("search", "calibration", "bench", "validation")))
+PACKAGES = (
+    "via_sd.masks",
+    *(f"via_sd.tools.{name}" for name in ("search", "calibration", "bench", "prediction", "validation")),
+)
 
 
 class CommandReference(SphinxDirective):

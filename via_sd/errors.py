@@ -51,3 +51,7 @@ class ValidationError(ViaSdError):
 
 class DownloadError(ViaSdError):
     """A model that cannot be fetched, or is not the one that was wanted."""
+
+
+class MissingPackageError(ViaSdError):
+    """A package that an extra brings is not installed."""

@@ -17,24 +17,24 @@ class Purpose(IntEnum):
     FULL_TOKEN = 4
 
 
-def uniform(seed: int, attempt: int, position: int, purpose: Purpose) -> float:
-    """A number in [0, 1) that depends on nothing but its key."""
-    raw = np.random.Philox(key=seed, counter=[0, attempt, int(purpose), position]).random_raw()
-    return float(raw >> 11) * 2.0**-53
-
-
 class RandomStream:
-    """The numbers of one seed.
+    """The numbers of one seed, each in [0, 1), which depend on nothing but their key: seed, attempt, position, purpose.
 
     `attempt` counts passes: a position that is drawn again, after a rejection made its first draw void, gets a fresh
     number, so that nothing learned from the void draw can lean on the new one.
     """
 
-    __slots__ = ("attempt", "seed")
+    __slots__ = ("_counter", "_generator", "_state", "attempt", "seed")
 
     def __init__(self, seed: int) -> None:
         self.seed, self.attempt = seed, 0
+        # A generator is slow to make; one whose counter is set gives the numbers of a new one.
+        self._generator = np.random.Philox(key=seed)
+        self._state = dict(self._generator.state)
+        self._counter = self._state["state"]["counter"]
 
     def uniform(self, position: int, purpose: Purpose) -> float:
         """The number for the token at `position`."""
-        return uniform(self.seed, self.attempt, position, purpose)
+        self._counter[:] = 0, self.attempt, purpose, position
+        self._generator.state = self._state
+        return float(self._generator.random_raw() >> 11) * 2.0**-53

@@ -7,21 +7,23 @@
     samples = run_bench(load("bundle"), prompts, settings_of(["speculative", "routed"]), max_new_tokens=128, repeats=3)
     print(summarise(samples, prompts)["routed"]["all"]["over_plain"])
 
-Failures are `PromptFileError` and `RequestError`. `comparison` and `write_report` show the figures to people.
+Failures are `PromptFileError` and `RequestError`. `comparison`, `prediction` and `Report` show the figures to people.
 """
 
 from via_sd.tools.bench.prompts import Prompt, read_prompts
-from via_sd.tools.bench.report import comparison, write_report
+from via_sd.tools.bench.report import Report
 from via_sd.tools.bench.run import PLAIN, Sample, run_bench, settings_of, summarise
+from via_sd.tools.bench.tables import comparison, prediction
 
 __all__ = [
     "PLAIN",
     "Prompt",
+    "Report",
     "Sample",
     "comparison",
+    "prediction",
     "read_prompts",
     "run_bench",
     "settings_of",
     "summarise",
-    "write_report",
 ]

@@ -1,57 +1,74 @@
-"""What a bench found: a table for the terminal, and a page that says where it was measured."""
+"""The report of a bench: one page that holds its tables and plots, and says what was measured and where."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console, RenderableType
-from rich.table import Table
-from rich.text import Text
+from jinja2 import Environment, StrictUndefined
 
 from via_sd.files import write_whole
+from via_sd.tools.bench import plots
+from via_sd.tools.bench.run import Sample
+from via_sd.tools.bench.tables import Figures, comparison, prediction
 
-_WIDTH = 150
+_TEMPLATE = "report.html.j2"
 
 
-def comparison(figures: Mapping[str, Mapping[str, Any]], approximate: Collection[str] = ("routed",)) -> Table:
-    """Settings by speed, overall and per bucket, with what decided it; `approximate` are those that are not exact."""
-    buckets = [b for b in next(iter(figures.values())) if b != "all"]
-    table = Table(title="tokens per second (over plain)", title_justify="left")
-    for name in ("mode", "output", *buckets, "all", "rejected", "full calls/token", "divergence", "same as plain"):
-        table.add_column(name, justify="left" if name in ("mode", "output") else "right")
-    for mode, by_bucket in figures.items():
-        every = by_bucket["all"]
-        table.add_row(
-            mode,
-            "approximate" if mode in approximate else "exact",
-            *(_speed(by_bucket[b]) for b in [*buckets, "all"]),
-            _percent(every["rejection_rate"]),
-            f"{every['full_calls_per_token']:.2f}",
-            _percent(every["divergence"]),
-            _percent(every["equal_to_plain"]),
+@dataclass(frozen=True)
+class Report:
+    """What a page shows.
+
+    Attributes:
+        samples, figures: of the bench, see `run_bench` and `summarise`.
+        approximate: settings that are not exact.
+        step_ms: tier -> tokens of a pass -> milliseconds.
+        megabytes: name -> what it takes of memory.
+        predicted: see `summarise_forecasts`; None where nothing was predicted.
+        measured: what was run, in a sentence.
+        facts: the circumstances: name -> value.
+    """
+
+    samples: Sequence[Sample]
+    figures: Figures
+    approximate: Collection[str]
+    step_ms: Mapping[str, Mapping[int, float]]
+    megabytes: Mapping[str, float]
+    predicted: Figures | None
+    measured: str
+    facts: Mapping[str, object]
+
+    def write(self, path: Path) -> None:
+        """Write the page, which needs no other file; it appears complete or not at all."""
+        tables, drawn = [comparison(self.figures, self.approximate)], self._plots()
+        if self.predicted is not None:
+            tables.append(prediction(self.predicted, self.figures))
+        template = files("via_sd.tools.bench").joinpath(_TEMPLATE).read_text(encoding="utf-8")
+        page = Environment(autoescape=True, undefined=StrictUndefined).from_string(template)
+        write_whole(
+            path,
+            page.render(
+                title="Decoding modes",
+                measured=self.measured,
+                tables=tables,
+                plots=[{"title": title, "svg": svg} for title, svg in drawn],
+                facts=self.facts,
+            ),
         )
-    return table
 
-
-def write_report(path: Path, title: str, facts: Mapping[str, object], *tables: RenderableType) -> None:
-    """Write `title`, `facts` and `tables` to `path` as HTML; the file appears complete or not at all."""
-    console = Console(record=True, file=io.StringIO(), width=_WIDTH)
-    console.print(Text(title, "bold"))
-    listed = Table(show_header=False, box=None)
-    for name, value in facts.items():
-        listed.add_row(name, str(value))
-    for renderable in (listed, *tables):
-        console.print()
-        console.print(renderable)
-    write_whole(path, console.export_html(inline_styles=True))
-
-
-def _speed(figures: dict[str, Any]) -> str:
-    return f"{figures['tokens_per_s']['median']:.0f} ({figures['over_plain']['median']:.2f}x)"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
+    def _plots(self) -> list[tuple[str, str]]:
+        drawn = [
+            ("Speed over plain decoding, by kind of prompt", plots.speed(self.figures)),
+            ("Where the tokens came from", plots.tier_shares(self.figures)),
+            ("Acceptance by position in a block", plots.acceptance_by_position(self.samples)),
+            ("Latency of a forward pass", plots.pass_latency(self.step_ms)),
+            ("Memory", plots.memory(self.megabytes)),
+        ]
+        if self.predicted is not None:
+            drawn.append(("Prediction against measurement", plots.prediction(self.predicted, self.figures)))
+        audited = [name for name in self.approximate if self.figures[name]["all"]["divergence"] is not None]
+        if audited:
+            drawn.append(("Divergence from the full verifier", plots.divergence(self.figures, audited)))
+        return drawn

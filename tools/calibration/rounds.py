@@ -1,8 +1,8 @@
 """Run everything that `auto` could mean on the user's prompts, and choose.
 
-Nothing is predicted: a model of speculative decoding that is a few per cent off picks the wrong mode, and a run tells.
-The router's thresholds, of which several are tried, run in a first, short round, whose audit the router is calibrated
-on; the best of them, the calibrated router and the exact modes run in the whole one.
+A prediction (see `Predictor`) says why a mode is fast. One that is a few per cent off picks the wrong mode, so runs
+choose. The router's thresholds, of which several are tried, run in a first, short round, whose audit the router is
+calibrated on; the best of them, the calibrated router and the exact modes run in the whole one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from via_sd.runtime.engines.protocol import Engine
 from via_sd.runtime.generation.policy import Policy
 from via_sd.tools.bench.prompts import Prompt
 from via_sd.tools.bench.run import PLAIN, Sample, run_bench, summarise
-from via_sd.tools.prediction.latency import Costs
 from via_sd.tools.calibration.margins import fit_margins, judged_once
+from via_sd.tools.prediction.latency import Costs
 
 #: Outer thresholds of the router that are tried (paper Algorithm 2); its own is the first.
 ALPHA2 = (0.3, 0.5, 0.7, 0.9)

@@ -10,13 +10,13 @@ from typing import Any
 
 from via_sd.files import write_whole
 from via_sd.progress import Progress, no_progress
-from via_sd.runtime import Bundle, load_bundle
+from via_sd.runtime import Bundle, Pipeline, load_bundle
 from via_sd.runtime.engines.backends import ONNXRUNTIME, open_engines
 from via_sd.runtime.generation.machine import Machine, this_machine
 from via_sd.runtime.generation.policy import Policy
 from via_sd.runtime.generation.policy_file import policy_file, policy_json
-from via_sd.tools.bench import Prompt
-from via_sd.tools.prediction.latency import Costs, measure_costs
+from via_sd.tools.bench import PLAIN, Prompt
+from via_sd.tools.bench.forecast import Predicted, forecast_settings
 from via_sd.tools.calibration.rounds import (
     Rounds,
     candidates,
@@ -27,6 +27,8 @@ from via_sd.tools.calibration.rounds import (
     slim_verdict,
     winner_of,
 )
+from via_sd.tools.prediction import Costs, Predictor, SyntheticTier, measure_costs, record_texts
+from via_sd.tools.prediction.replay import Trace
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Calibration:
         bundle, machine: what was measured, and where.
         costs: latency of the forward passes.
         tried: label -> options of everything `auto` could have been, see `candidates`.
+        predicted: label -> bucket -> `tokens_per_s` and `over_plain` that step costs and texts let expect; those of a
+            synthetic tier are there, too, and are never run.
         rounds: figures of the runs.
         policy: what `auto` is to do.
         request: what was asked for: `prompts` (their number), `max_new_tokens`.
@@ -47,6 +51,7 @@ class Calibration:
     machine: Machine
     costs: Costs
     tried: Mapping[str, Mapping[str, Any]]
+    predicted: Predicted
     rounds: Rounds
     policy: Policy
     request: Mapping[str, int]
@@ -77,6 +82,7 @@ class Calibration:
         measured = {
             **self.request,
             "step_ms": self.costs.step_ms,
+            "predicted": self.predicted,
             "first_round": self.rounds.first,
             "second_round": self.rounds.second,
         }
@@ -97,6 +103,7 @@ def calibrate(
     max_divergence: float | None = None,
     max_new_tokens: int = 128,
     repeats: int = 2,
+    synthetic: SyntheticTier | None = None,
     backend: str = ONNXRUNTIME,
     device: str | None = None,
     threads: int | None = None,
@@ -110,6 +117,7 @@ def calibrate(
             verifier's; only exact modes if None or 0.
         max_new_tokens: length of every answer, 2 or more.
         repeats: times every prompt is generated in the second round.
+        synthetic: a slim-verifier or drafter that is not there, to predict the speed with it.
         backend, device, threads, trust_engines: see `open_engines`.
 
     Raises:
@@ -122,8 +130,10 @@ def calibrate(
     progress("timing passes", None)
     costs = measure_costs(loaded, verifier, drafter)
     tried = candidates(loaded, max_divergence)
+    pipeline = pipeline_by(costs, loaded, verifier, drafter)
+    traces = _traces(pipeline, prompts, max_new_tokens, progress)
     rounds = run_rounds(
-        pipeline_by(costs, loaded, verifier, drafter),
+        pipeline,
         prompts,
         tried,
         max_divergence=max_divergence,
@@ -131,13 +141,25 @@ def calibrate(
         repeats=repeats,
         progress=progress,
     )
+    predictor = Predictor(loaded, verifier, drafter, traces, costs, pipeline.policy)
     return Calibration(
         loaded,
         this_machine(backend, threads),
         costs,
         tried,
+        forecast_settings(predictor, {label: tried[label] for label in rounds.second}, prompts, synthetic),
         rounds,
         policy_of(tried, rounds, max_divergence, costs),
         {"prompts": len(prompts), "max_new_tokens": max_new_tokens},
         max_divergence,
     )
+
+
+def _traces(pipeline: Pipeline, prompts: Sequence[Prompt], max_new_tokens: int, progress: Progress) -> list[Trace]:
+    """What every tier says along the texts that plain decoding writes."""
+    texts = []
+    for number, prompt in enumerate(prompts):
+        progress(f"recording prompt {number + 1} of {len(prompts)}", number / len(prompts))
+        completion = pipeline.generate(prompt.text, mode=PLAIN, max_new_tokens=max_new_tokens, ignore_eos=True)
+        texts.append(completion.token_ids)
+    return record_texts(pipeline, [prompt.text for prompt in prompts], texts)

@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from datetime import date
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from via_sd.contract.graphs import kv_bytes_per_token
 from via_sd.contract.mode_names import AUTO, CALIBRATED
 from via_sd.files import write_whole
 from via_sd.runtime import EXACT_MODES, MODES, GenerationConfig, Pipeline
 from via_sd.runtime.decoding.router import Gates
 from via_sd.runtime.engines.backends import ONNXRUNTIME
 from via_sd.runtime.generation.machine import this_machine
-from via_sd.tools.bench import comparison, read_prompts, run_bench, settings_of, summarise, write_report
+from via_sd.runtime.generation.policy_file import measured_files
+from via_sd.tools.bench import Report, comparison, read_prompts, run_bench, settings_of, summarise
+from via_sd.tools.bench.forecast import forecast_bench
 from via_sd.tools.commands.console import CommandError, check_writable, command, err, out, progress_bar
 from via_sd.tools.commands.generation_options import read_settings
 from via_sd.tools.commands.options import Backend, Device, PolicyFile, Threads, TrustEngines, load_pipeline
+from via_sd.tools.plotting import pyplot
+from via_sd.tools.prediction import measure_costs
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 
 @command
@@ -49,7 +63,10 @@ def bench(
     policy: PolicyFile = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every figure there.")] = None,
     report: Annotated[
-        Path | None, typer.Option(help="Write the table there as HTML, with where it was measured.")
+        Path | None,
+        typer.Option(
+            help="Write a page there: tables, plots, prediction, memory, and where it was measured. Needs matplotlib."
+        ),
     ] = None,
 ) -> None:
     """Measure the decoding modes of BUNDLE on PROMPTS, greedy, modes in turn, in one run."""
@@ -65,6 +82,8 @@ def bench(
         raise CommandError(f"--set {fixed[0]}: use --modes and --max-new-tokens")
     configs = {mode: pipeline.resolve(GenerationConfig(mode=mode, **options)) for mode in chosen}
     check_writable(json_file, report)
+    if report:
+        pyplot()  # a missing matplotlib is reported now rather than when everything is measured
     with progress_bar() as progress:
         samples = run_bench(
             pipeline,
@@ -76,17 +95,32 @@ def bench(
             **options,
         )
     figures = summarise(samples, wanted)
-    table = comparison(figures, [mode for mode, config in configs.items() if config.mode not in EXACT_MODES])
+    approximate = [mode for mode, config in configs.items() if config.mode not in EXACT_MODES]
     described = {mode: _described(c) for mode, c in configs.items() if c.mode == "routed" or mode == AUTO}
-    out.print(table)
+    out.print(comparison(figures, approximate))
     for mode, text in described.items():
         out.print(f"{mode}: {text}", highlight=False)
     if json_file:
         write_whole(json_file, json.dumps(figures, indent=1) + "\n")
     if report:
-        measured = f"{len(wanted)} prompts, {max_new_tokens} tokens, {repeats} repeats, greedy, modes in turn"
-        facts = {**_circumstances(pipeline, backend, threads), **described, "measured": measured, **_made_by()}
-        write_report(report, "Decoding modes", facts, table)
+        with progress_bar() as progress:
+            progress("timing passes", None)
+            costs = measure_costs(pipeline.bundle, pipeline.verifier, pipeline.drafter)
+            progress("predicting", None)
+            labelled = {mode: {"mode": mode, **options} for mode in chosen}
+            # What a replay cannot say is how sampling and penalties change a text.
+            replayable = all(config.greedy and config.repetition_penalty == 1 for config in configs.values())
+            predicted = forecast_bench(pipeline, wanted, labelled, samples, costs) if replayable else None
+        Report(
+            samples,
+            figures,
+            approximate,
+            costs.step_ms,
+            _megabytes(pipeline),
+            predicted,
+            f"{len(wanted)} prompts, {max_new_tokens} tokens, {repeats} repeats, {_sampling(options)}, modes in turn",
+            {**_circumstances(pipeline, backend, threads), **described, **_made_by(pipeline, backend)},
+        ).write(report)
     for file in filter(None, (json_file, report)):
         err.print(f"wrote {file}", highlight=False)
 
@@ -113,8 +147,38 @@ def _circumstances(pipeline: Pipeline, backend: str, threads: int | None) -> dic
     }
 
 
-def _made_by() -> dict[str, object]:
-    return {"made by": f"via-sd-export {version('via-sd-export')}, {date.today().isoformat()}"}
+def _made_by(pipeline: Pipeline, backend: str) -> dict[str, object]:
+    packages = ("via-sd-export", "onnxruntime", "onnxruntime-gpu", "tensorrt-rtx", "numpy")
+    return {
+        "files": f"SHA-256 {measured_files(pipeline.bundle, backend)}",
+        "versions": ", ".join([*_versions(packages), f"Python {platform.python_version()}"]),
+        "made": f"{date.today().isoformat()}, {shlex.join(sys.argv)}",
+    }
+
+
+def _versions(packages: Iterable[str]) -> Iterator[str]:
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            yield f"{package} {version(package)}"
+
+
+def _megabytes(pipeline: Pipeline) -> dict[str, float]:
+    """Weights by the tier that brings them, KV of a sequence as long as it may get, and the process at its largest."""
+    verifier, drafter = pipeline.bundle.manifest["verifier"], pipeline.bundle.manifest["drafter"]
+    found = {f"weights of {name}": tier["added_bytes"] / 1e6 for name, tier in verifier["tiers"].items()}
+    kv = kv_bytes_per_token(verifier["kv"]) * pipeline.bundle.max_seq_len
+    if drafter["kind"] == "model":
+        kv += kv_bytes_per_token(drafter["kv"]) * drafter["max_seq_len"]
+    found["KV of the longest sequence"] = kv / 1e6
+    if resource is not None:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        found["process, peak"] = peak * (1 if sys.platform == "darwin" else 1024) / 1e6
+    return found
+
+
+def _sampling(options: Mapping[str, object]) -> str:
+    given = ", ".join(f"{name}={value}" for name, value in options.items())
+    return given or "greedy"
 
 
 def _described(config: GenerationConfig) -> str:

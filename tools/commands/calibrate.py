@@ -14,11 +14,12 @@ from via_sd.runtime import load_bundle
 from via_sd.runtime.engines.backends import ONNXRUNTIME
 from via_sd.runtime.generation.machine import this_machine
 from via_sd.runtime.generation.policy_file import policy_file
-from via_sd.tools.bench import comparison, read_prompts
+from via_sd.tools.bench import comparison, prediction, read_prompts
 from via_sd.tools.calibration import Calibration
 from via_sd.tools.calibration import calibrate as run_calibration
 from via_sd.tools.commands.console import check_writable, command, err, out, print_json, progress_bar
 from via_sd.tools.commands.options import AsJson, Backend, Device, Threads, TrustEngines
+from via_sd.tools.prediction import SyntheticTier
 
 
 @command
@@ -37,6 +38,19 @@ def calibrate(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Length of every answer.", min=2)] = 128,
     repeats: Annotated[int, typer.Option(help="Times every prompt is generated in the second round.", min=1)] = 2,
+    synthetic_acceptance: Annotated[
+        float | None,
+        typer.Option(
+            help="Predict, too, what a drafter or a slim-verifier would do here that says this share of the full "
+            "verifier's tokens and costs --synthetic-cost. It is never run.",
+            show_default="none",
+            min=0,
+            max=1,
+        ),
+    ] = None,
+    synthetic_cost: Annotated[
+        float, typer.Option(help="Latency of its passes over the full verifier's.", min=0.001, max=10)
+    ] = 0.4,
     out_file: Annotated[
         Path | None, typer.Option("--out", help="Write the policy there.", show_default="into the bundle")
     ] = None,
@@ -58,6 +72,7 @@ def calibrate(
             max_divergence=max_divergence,
             max_new_tokens=max_new_tokens,
             repeats=repeats,
+            synthetic=None if synthetic_acceptance is None else SyntheticTier(synthetic_acceptance, synthetic_cost),
             backend=backend,
             device=device,
             threads=threads,
@@ -75,6 +90,7 @@ def calibrate(
 def _show(found: Calibration) -> None:
     out.print(_times(found.costs.step_ms))
     out.print(comparison(found.rounds.second, found.approximate))
+    out.print(prediction(found.predicted, found.rounds.second))
     out.print(Text.assemble("auto is now ", (found.winner, "bold"), f" here. {found.verdict}"), highlight=False)
     router = found.rounds.router
     if router is None:

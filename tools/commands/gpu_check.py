@@ -19,11 +19,11 @@ from via_sd.runtime import load_bundle
 from via_sd.runtime.engines.backends import BACKENDS, ENGINES, ONNXRUNTIME, open_engines
 from via_sd.runtime.engines.tensorrt.cuda import Cuda
 from via_sd.tools.bench import PLAIN, Prompt, run_bench, settings_of, summarise
-from via_sd.tools.prediction.latency import measure_costs
 from via_sd.tools.calibration.rounds import pipeline_by
 from via_sd.tools.commands.console import CheckFailedError, CommandError, command, err, out, print_json, progress_bar
 from via_sd.tools.commands.engine_build import Dtype, build_here
 from via_sd.tools.commands.options import AsJson
+from via_sd.tools.prediction.latency import measure_costs
 from via_sd.tools.validation.engines import compare_tiers
 
 AUTO = "auto"

@@ -14,8 +14,8 @@ from via_sd.masks import refuse_unfinished, write_mask
 from via_sd.tools.bench import read_prompts
 from via_sd.tools.commands.console import CommandError, command, err, out, print_json, progress_bar
 from via_sd.tools.commands.options import AsJson, Threads
+from via_sd.tools.plotting import pyplot
 from via_sd.tools.search import FoundMask, SearchOptions, plot_front, plot_search, search_masks
-from via_sd.tools.search.plots import pyplot
 
 _DEFAULTS = SearchOptions()
 

@@ -15,6 +15,7 @@ import numpy as np
 from via_sd.contract.graphs import DRAFTER, FULL
 from via_sd.runtime.decoding.cost_model import StepCost
 from via_sd.runtime.engines.protocol import Engine, KVBuffers, OneSequencePerPass
+from via_sd.runtime.engines.rows import HostRow
 
 #: Tokens a lower tier reads ahead of the full verifier's KV while it is recorded: about a block's length.
 _BLOCK = 8
@@ -42,6 +43,9 @@ class Opinion:
 
     def margin(self) -> float:
         return self.lead
+
+    def is_finite(self) -> bool:
+        return True
 
     def gap(self, token: int) -> float:
         """0 for the likeliest token. Any other lies at least the margin below it, and counts as just that."""
@@ -71,10 +75,15 @@ class Trace:
         return tuple(opinion.token for opinion in self.opinions[FULL])
 
 
-def record(verifier: Engine, drafter: Engine | None, prompt: Sequence[int], text: Sequence[int]) -> Trace:
+def record(
+    verifier: Engine, drafter: Engine | None, prompt: Sequence[int], text: Sequence[int], shared_vocab: int = 0
+) -> Trace:
     """What the tiers of `verifier` and a model `drafter` say along `text`, the full verifier's answer to `prompt`.
 
     A lower tier reads the full verifier's KV up to a few tokens back, as it does in `cascade`.
+
+    Args:
+        shared_vocab: tokens that a model drafter may propose.
     """
     top, *lower = verifier.tiers
     opinions: dict[str, list[Opinion]] = {tier: [] for tier in lower}
@@ -90,7 +99,7 @@ def record(verifier: Engine, drafter: Engine | None, prompt: Sequence[int], text
             opinions[tier] += _opinions(buffers, tier, block, past)
         buffers.forward(top, block, past, 1)
         if own is not None:
-            opinions[DRAFTER] += _opinions(own, FULL, block, past)
+            opinions[DRAFTER] += _opinions(own, FULL, block, past, shared_vocab)
     said = {FULL: tuple(Opinion(token, np.inf, 1.0) for token in text)}
     return Trace(tuple(prompt), said | {tier: tuple(found) for tier, found in opinions.items()})
 
@@ -103,8 +112,12 @@ def _read(engine: Engine, prompt: Sequence[int]) -> KVBuffers:
     return buffers
 
 
-def _opinions(buffers: KVBuffers, tier: str, block: Sequence[int], past: int) -> list[Opinion]:
+def _opinions(
+    buffers: KVBuffers, tier: str, block: Sequence[int], past: int, vocabulary: int | None = None
+) -> list[Opinion]:
     rows = buffers.forward(tier, block, past, len(block))
+    if vocabulary is not None:
+        rows = [HostRow(row.logits[:vocabulary]) for row in rows]
     return [Opinion(row.argmax(), row.margin(), row.sum_exp()) for row in rows]
 
 
@@ -112,6 +125,10 @@ class Meter:
     """The time that replayed passes would take, in milliseconds, and their number by tier."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin at zero."""
         self.elapsed_ms = 0.0
         self.passes: dict[str, int] = {}
 
@@ -144,12 +161,19 @@ class ReplayEngine(OneSequencePerPass):
         self.max_seq_len = engine.max_seq_len
         self.prefill_chunk = engine.max_seq_len  # reading a prompt is no part of what is predicted
         self.recorded_as = tiers
-        self.traces = {trace.prompt: trace for trace in traces}
+        self._traces = list(traces)
         self._latency = {tier: StepCost(latency_ms[recorded]) for tier, recorded in tiers.items()}
         self._meter = meter
 
     def new_buffers(self) -> ReplayBuffers:
         return ReplayBuffers(self)
+
+    def find(self, sequence: Sequence[int]) -> Trace:
+        """The trace whose prompt `sequence` begins with."""
+        begun = [trace for trace in self._traces if tuple(sequence[: len(trace.prompt)]) == trace.prompt]
+        if not begun:
+            raise ValueError("no trace was recorded for this prompt")
+        return max(begun, key=lambda trace: len(trace.prompt))
 
     def count(self, tier: str, tokens: int) -> None:
         """A pass of `tier` over `tokens` tokens."""
@@ -166,7 +190,7 @@ class ReplayBuffers:
     def forward(self, tier: str, tokens: Sequence[int], past: int, rows: int) -> list[Opinion]:
         """See `KVBuffers.forward`. Behind a token that is not in the text, tiers go on as they do along the text."""
         if past == 0:
-            self._trace = self._engine.traces[tuple(tokens)]
+            self._trace = self._engine.find(tokens)
         else:
             self._engine.count(tier, len(tokens))
         assert self._trace is not None

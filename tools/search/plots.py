@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from via_sd.errors import SearchError
 from via_sd.masks import Mask, Record, improvements
+from via_sd.tools.plotting import pyplot
 from via_sd.tools.search.front import FrontPoint
 
 _KINDS = {"random": "0.6", "bayes": "tab:blue", "probe": "tab:orange", "refine": "tab:green"}
@@ -75,18 +75,6 @@ def _draw_row(axes: Any, mask: Mask, row: int) -> None:
 
 def _layers(points: Sequence[FrontPoint]) -> int:
     return points[0].mask.num_layers
-
-
-def pyplot() -> Any:
-    """matplotlib's pyplot, drawing to files; raises `SearchError` if it is not installed."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        raise SearchError("plots need matplotlib: pip install 'via-sd-export[search]'") from None
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
 
 
 def _save(figure: Any, path: Path) -> None:

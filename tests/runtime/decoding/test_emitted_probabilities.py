@@ -15,14 +15,12 @@ from typing import Any
 
 import pytest
 
-import via_sd.runtime.decoding.random_stream
 import via_sd.runtime.decoding.verification
 from tests.support.distributions import Tally, brute_force_probabilities
 from tests.support.pipelines import AdversarialDrafter, WatchedPipeline, table_pipeline
 from tests.support.table_engine import LogitsTable, TableEngine, markov_logits
 from via_sd.runtime import GenerationConfig
-from via_sd.runtime.decoding.random_stream import Purpose
-from via_sd.runtime.decoding.random_stream import uniform as real_uniform
+from via_sd.runtime.decoding.random_stream import Purpose, RandomStream
 from via_sd.runtime.decoding.verification import acceptance as real_acceptance
 
 VOCAB = 6
@@ -167,6 +165,7 @@ def test_the_first_tokens_of_a_text_follow_the_joint_law(mode: str, kind: str, t
     assert tally.p_value() > ALPHA
 
 
+real_uniform = RandomStream.uniform
 BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
     "a rejected token is replaced from the whole distribution": ("residual", lambda target, proposal, token: target),
     "drafts are accepted a little too often": (
@@ -179,7 +178,7 @@ BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
     ),
     "the test and the token behind it share a random number": (
         "uniform",
-        lambda seed, attempt, position, purpose: real_uniform(seed, attempt, position, Purpose.FULL_TEST),
+        lambda stream, position, purpose: real_uniform(stream, position, Purpose.FULL_TEST),
     ),
 }
 
@@ -190,8 +189,8 @@ def test_a_broken_acceptance_test_is_found_out(
     mode: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, broken = BROKEN[what]
-    module = via_sd.runtime.decoding.random_stream if name == "uniform" else via_sd.runtime.decoding.verification
-    monkeypatch.setattr(module, name, broken)
+    owner = RandomStream if name == "uniform" else via_sd.runtime.decoding.verification
+    monkeypatch.setattr(owner, name, broken)
     assert sample(build("mask", tmp_path), mode, PROCESSING["all"], texts=25).p_value() < ALPHA
 
 

@@ -12,12 +12,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-import via_sd.runtime.decoding.random_stream
 from tests.support.distributions import brute_force_probabilities
 from tests.support.pipelines import WatchedPipeline, table_pipeline
 from tests.support.table_engine import TableEngine, digest_of, hashed_logits
 from via_sd.runtime import GenerationConfig, RequestError
-from via_sd.runtime.decoding.random_stream import Purpose, uniform
+from via_sd.runtime.decoding.random_stream import Purpose, RandomStream
 from via_sd.runtime.decoding.sampling import Processor, draw
 from via_sd.runtime.decoding.verification import acceptance, residual
 from via_sd.runtime.engines.rows import HostRow
@@ -82,6 +81,13 @@ def test_a_draw_is_the_quantile_of_its_number_and_never_impossible(probabilities
     assert u - 1e-12 <= weights[: token + 1].sum()
 
 
+def uniform(seed: int, attempt: int, position: int, purpose: Purpose) -> float:
+    """The number of a new stream."""
+    stream = RandomStream(seed)
+    stream.attempt = attempt
+    return stream.uniform(position, purpose)
+
+
 def test_draws_follow_their_probabilities() -> None:
     probabilities = np.array([0.4, 0.0, 0.25, 0.2, 0.1, 0.05, 0.0])
     drawn = np.bincount(
@@ -136,6 +142,15 @@ def test_numbers_for_different_purposes_are_independent() -> None:
         assert stats.chisquare(np.histogram2d(one, other, bins=5)[0].ravel()).pvalue > 1e-3
 
 
+def test_the_numbers_of_a_stream_are_those_of_new_streams_in_any_order() -> None:
+    stream = RandomStream(2**64 - 1)
+    for attempt, position, purpose in [(3, 9, Purpose.DRAFT), (0, 2**40, Purpose.FULL_TEST), (3, 9, Purpose.DRAFT)]:
+        stream.attempt = attempt
+        assert stream.uniform(position, purpose) == uniform(2**64 - 1, attempt, position, purpose)
+        philox = np.random.Philox(key=2**64 - 1, counter=[0, attempt, int(purpose), position])
+        assert stream.uniform(position, purpose) == float(philox.random_raw() >> 11) * 2.0**-53
+
+
 def test_no_two_keys_of_a_text_share_a_number() -> None:
     keys = list(itertools.product((0, 1, 2**64 - 1), range(20), range(20), Purpose))
     assert len({uniform(*key) for key in keys}) == len(keys)
@@ -148,11 +163,13 @@ def test_no_random_number_is_used_twice_in_a_text(
 ) -> None:
     used: list[tuple[int, ...]] = []
 
-    def recorded(*key: Any) -> float:
-        used.append(key)
-        return uniform(*key)
+    number = RandomStream.uniform
 
-    monkeypatch.setattr(via_sd.runtime.decoding.random_stream, "uniform", recorded)
+    def recorded(stream: RandomStream, position: int, purpose: Purpose) -> float:
+        used.append((stream.seed, stream.attempt, position, purpose))
+        return number(stream, position, purpose)
+
+    monkeypatch.setattr(RandomStream, "uniform", recorded)
     logits = hashed_logits(VOCAB, sharpness=1.0)
     model = TableEngine(lambda tier, *at: logits("slim", *at), VOCAB, tiers=("full",))
     pipeline = table_pipeline(TableEngine(logits, VOCAB), tmp_path, draft_with=model if kind == "model" else kind)

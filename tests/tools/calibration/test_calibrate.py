@@ -20,9 +20,9 @@ from via_sd.runtime.generation.policy import Policy
 from via_sd.runtime.generation.policy_file import measured_files, policy_file, read_policy
 from via_sd.tools.bench.run import Sample
 from via_sd.tools.calibration import rounds
-from via_sd.tools.prediction.latency import SIZES, Costs, measure_costs, step_times
 from via_sd.tools.calibration.rounds import candidates, winner_of
 from via_sd.tools.commands.main import app
+from via_sd.tools.prediction.latency import SIZES, Costs, measure_costs, step_times
 
 pytest.importorskip("onnxruntime")
 
@@ -40,7 +40,7 @@ def calibrated(tiny_bundle_mask_drafter: Path, tmp_path_factory: pytest.TempPath
     done = CliRunner().invoke(
         app,
         ["calibrate", str(bundle), "--prompts", str(prompts), "--max-divergence", "1", "--max-new-tokens", "8",
-         "--repeats", "1", "--threads", "1", "--json"],
+         "--repeats", "1", "--threads", "1", "--synthetic-acceptance", "0.9", "--synthetic-cost", "0.2", "--json"],
     )  # fmt: skip
     assert done.exit_code == 0, done.stderr
     return bundle, json.loads(done.stdout)
@@ -74,6 +74,12 @@ def test_the_policy_holds_what_was_measured_and_the_fastest_of_it(calibrated):
     assert measured["second_round"].keys() - exact <= {*routed, "routed, calibrated"}
     assert list(measured["second_round"])[-1] == "routed, calibrated"
     assert len(measured["second_round"]) == 5
+    # What was run was predicted, and what was not run says so in its name.
+    predicted = measured["predicted"]
+    synthetic = {"speculative, synthetic drafter", "cascade, synthetic slim"}
+    assert predicted.keys() == measured["second_round"].keys() | synthetic
+    assert predicted["plain"]["all"]["over_plain"] == pytest.approx(1)
+    assert set(predicted["cascade"]) == {"all", "copy", "default"}
     assert facts["router"]["max_divergence"] == 1.0
     assert facts["router"]["margins"]["1.0"] >= 0
     assert facts["auto"]["mode"] == winner_of(measured["second_round"], 1.0).split(",")[0]
