@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,7 @@ class RandomStream:
         self.seed, self.attempt = seed, 0
         # A generator is slow to make; one whose counter is set gives the numbers of a new one.
         self._generator = np.random.Philox(key=seed)
-        self._state = dict(self._generator.state)
+        self._state: Any = self._generator.state
         self._counter = self._state["state"]["counter"]
 
     def uniform(self, position: int, purpose: Purpose) -> float:

@@ -44,8 +44,8 @@ def in_browser(page: Path, *options: str) -> str:
         pytest.skip("needs Chromium or Chrome")
     profile = page.parent / "profile"
     done = subprocess.run(
-        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", "--virtual-time-budget=500",
-         "--host-resolver-rules=MAP * ~NOTFOUND", *options, page.as_uri()],
+        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}",
+         "--virtual-time-budget=500", "--host-resolver-rules=MAP * ~NOTFOUND", *options, page.as_uri()],
         capture_output=True, text=True, check=True, timeout=120, env=os.environ | {"HOME": str(page.parent)},
     )  # fmt: skip
     return done.stdout
