@@ -6,15 +6,15 @@ comes with the extra `grammar`; xgrammar is measured beside it where it is insta
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 from tokenizers import Tokenizer
 
 PERSON = {
@@ -133,15 +133,15 @@ def measured(file: Path, repeats: int) -> Iterator[str]:
             )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("tokenizer", type=Path, nargs="+", help="tokenizer.json")
-    parser.add_argument("--repeats", type=int, default=3)
-    given = parser.parse_args()
-    for file in given.tokenizer:
-        for line in measured(file, given.repeats):
+def main(
+    tokenizers: Annotated[list[Path], typer.Argument(help="Files tokenizer.json.")],
+    repeats: Annotated[int, typer.Option(help="Runs of each text; the least time of a mask counts.", min=1)] = 3,
+) -> None:
+    """Measure what the token masks of grammars cost."""
+    for file in tokenizers:
+        for line in measured(file, repeats):
             print(line)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)
