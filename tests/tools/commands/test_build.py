@@ -16,6 +16,7 @@ from via_sd.runtime.engines.trust import built_here
 from via_sd.tools.commands.build import build
 from via_sd.tools.commands.gpu_check import LIMITS, gpu_check
 from via_sd.tools.commands.inspect import inspect
+from via_sd.tools.prediction.latency import SIZES
 
 pytest.importorskip("tensorrt_rtx", reason="needs the tensorrt-rtx extra")
 
@@ -116,7 +117,7 @@ def test_the_gpu_check_goes_its_whole_way_on_the_cpu(bundle):
     assert list(facts["tiers"]) == ["full", "slim"]
     for tier in facts["tiers"].values():
         assert tier["mean_kl"] < 1e-6
-        assert list(tier["step_ms"]) == ["1", "2", "4", "8", "16"]
+        assert list(tier["step_ms"]) == [str(size) for size in SIZES]
     assert list(facts["modes"]) == ["plain", "speculative", "cascade", "routed"]
     shown = on_the_cpu(bundle).stdout
     assert "tier slim" in shown

@@ -64,7 +64,7 @@ def test_an_encoding_without_the_characters_of_a_message_gets_them_escaped(encod
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_a_signal_ends_a_command_in_order(name, capsys):
+def test_a_signal_ends_a_command_in_order(name, capsys, request):
     left = []
 
     @command
@@ -75,6 +75,9 @@ def test_a_signal_ends_a_command_in_order(name, capsys):
         finally:
             left.append("cleaned up")
 
+    # A run of the tests in the background may have been born to ignore it.
+    inherited = signal.signal(getattr(signal, name), signal.SIG_DFL)
+    request.addfinalizer(lambda: signal.signal(getattr(signal, name), inherited))
     before = signal.getsignal(getattr(signal, name))
     with pytest.raises(BaseException, match=str(128 + getattr(signal, name))):
         work()
