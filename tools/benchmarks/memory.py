@@ -77,7 +77,8 @@ def main(
     out.print(f"full and slim over full alone: resident {ratio['resident']:.3f}, anonymous {ratio['anonymous']:.3f}")
     tier = load_bundle(bundle, verify=False).manifest["verifier"]["tiers"][slim]
     sizes = [(bundle / name).stat().st_size for name in (tier["graph"], "bundle.json")]
-    out.print(f"slim graph {sizes[0] / 1e6:.3f} MB, manifest {sizes[1] / 1e6:.3f} MB, no weights of its own")
+    added = f"{tier['added_bytes'] / 1e6:.1f} MB of weights that only it reads"
+    out.print(f"slim graph {sizes[0] / 1e6:.3f} MB, manifest {sizes[1] / 1e6:.3f} MB, {added}")
 
 
 if __name__ == "__main__":
