@@ -9,7 +9,7 @@ from via_sd.runtime import Pipeline
 from via_sd.tools.bench.prompts import Prompt
 from via_sd.tools.bench.run import PLAIN, Sample
 from via_sd.tools.prediction import Costs, Predictor, SyntheticTier, record_texts, summarise_forecasts
-from via_sd.tools.prediction.replay import Trace
+from via_sd.tools.prediction.replay import NoLogitsError, Trace
 
 Predicted = Mapping[str, Mapping[str, Mapping[str, float]]]
 
@@ -19,14 +19,19 @@ def forecast_settings(
     settings: Mapping[str, Mapping[str, Any]],
     prompts: Sequence[Prompt],
     synthetic: SyntheticTier | None = None,
-) -> Predicted:
+) -> Predicted | None:
     """Predicted speed of `settings` (label -> options; plain decoding comes first in any case), see
-    `summarise_forecasts`; and that of a drafter and of a slim-verifier like `synthetic`.
+    `summarise_forecasts`; and that of a drafter and of a slim-verifier like `synthetic`. None where a replay cannot
+    follow the options or the rules of the model.
     """
-    found = {label: predictor.forecast(setting) for label, setting in {PLAIN: {"mode": PLAIN}, **settings}.items()}
-    if synthetic is not None:
-        found["speculative, synthetic drafter"] = predictor.with_drafter(synthetic).forecast({"mode": "speculative"})
-        found["cascade, synthetic slim"] = predictor.with_slim(synthetic).forecast({"mode": "cascade"})
+    try:
+        found = {label: predictor.forecast(setting) for label, setting in {PLAIN: {"mode": PLAIN}, **settings}.items()}
+        if synthetic is not None:
+            drafting, verifying = predictor.with_drafter(synthetic), predictor.with_slim(synthetic)
+            found["speculative, synthetic drafter"] = drafting.forecast({"mode": "speculative"})
+            found["cascade, synthetic slim"] = verifying.forecast({"mode": "cascade"})
+    except NoLogitsError:
+        return None
     return summarise_forecasts(found, found[PLAIN], [prompt.bucket for prompt in prompts])
 
 
@@ -42,8 +47,8 @@ def forecast_bench(
     settings: Mapping[str, Mapping[str, Any]],
     samples: Sequence[Sample],
     costs: Costs,
-) -> Predicted:
-    """What a greedy bench of `settings` should have found by `costs`; `samples` are its own, for plain's texts."""
+) -> Predicted | None:
+    """What a bench of `settings` should have found by `costs`; `samples` are its own, for plain's texts."""
     traces = traces_of(pipeline, prompts, samples)
     predictor = Predictor(pipeline.bundle, pipeline.verifier, pipeline.drafter, traces, costs, pipeline.policy)
     return forecast_settings(predictor, settings, prompts)

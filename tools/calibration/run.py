@@ -40,7 +40,7 @@ class Calibration:
         costs: latency of the forward passes.
         tried: label -> options of everything `auto` could have been, see `candidates`.
         predicted: label -> bucket -> `tokens_per_s` and `over_plain` that step costs and texts let expect; those of a
-            synthetic tier are there, too, and are never run.
+            synthetic tier are there, too, and are never run. None where a rule of the model's own cannot be replayed.
         rounds: figures of the runs.
         policy: what `auto` is to do.
         request: what was asked for: `prompts` (their number), `max_new_tokens`.
@@ -51,7 +51,7 @@ class Calibration:
     machine: Machine
     costs: Costs
     tried: Mapping[str, Mapping[str, Any]]
-    predicted: Predicted
+    predicted: Predicted | None
     rounds: Rounds
     policy: Policy
     request: Mapping[str, int]

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from via_sd.contract.graphs import kv_bytes_per_token
+from via_sd.contract.kv import kv_bytes
 from via_sd.contract.mode_names import AUTO, CALIBRATED
 from via_sd.files import write_whole
 from via_sd.runtime import EXACT_MODES, MODES, GenerationConfig, Pipeline
@@ -108,9 +108,7 @@ def bench(
             costs = measure_costs(pipeline.bundle, pipeline.verifier, pipeline.drafter)
             progress("predicting", None)
             labelled = {mode: {"mode": mode, **options} for mode in chosen}
-            # What a replay cannot say is how sampling and penalties change a text.
-            replayable = all(config.greedy and config.repetition_penalty == 1 for config in configs.values())
-            predicted = forecast_bench(pipeline, wanted, labelled, samples, costs) if replayable else None
+            predicted = forecast_bench(pipeline, wanted, labelled, samples, costs)
         Report(
             samples,
             figures,
@@ -164,12 +162,9 @@ def _versions(packages: Iterable[str]) -> Iterator[str]:
 
 def _megabytes(pipeline: Pipeline) -> dict[str, float]:
     """Weights by the tier that brings them, KV of a sequence as long as it may get, and the process at its largest."""
-    verifier, drafter = pipeline.bundle.manifest["verifier"], pipeline.bundle.manifest["drafter"]
-    found = {f"weights of {name}": tier["added_bytes"] / 1e6 for name, tier in verifier["tiers"].items()}
-    kv = kv_bytes_per_token(verifier["kv"]) * pipeline.bundle.max_seq_len
-    if drafter["kind"] == "model":
-        kv += kv_bytes_per_token(drafter["kv"]) * drafter["max_seq_len"]
-    found["KV of the longest sequence"] = kv / 1e6
+    tiers = pipeline.bundle.manifest["verifier"]["tiers"]
+    found = {f"weights of {name}": tier["added_bytes"] / 1e6 for name, tier in tiers.items()}
+    found["KV of the longest sequence"] = kv_bytes(pipeline.bundle.manifest)["per_sequence"] / 1e6
     if resource is not None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         found["process, peak"] = peak * (1 if sys.platform == "darwin" else 1024) / 1e6

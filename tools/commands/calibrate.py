@@ -90,7 +90,8 @@ def calibrate(
 def _show(found: Calibration) -> None:
     out.print(_times(found.costs.step_ms))
     out.print(comparison(found.rounds.second, found.approximate))
-    out.print(prediction(found.predicted, found.rounds.second))
+    if found.predicted is not None:
+        out.print(prediction(found.predicted, found.rounds.second))
     out.print(Text.assemble("auto is now ", (found.winner, "bold"), f" here. {found.verdict}"), highlight=False)
     router = found.rounds.router
     if router is None:

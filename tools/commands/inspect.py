@@ -11,7 +11,8 @@ import typer
 from rich.table import Table
 
 from via_sd.contract.engines_manifest import ENGINES_MANIFEST, parse_engines_manifest
-from via_sd.contract.graphs import FULL, kv_bytes_per_token
+from via_sd.contract.graphs import FULL
+from via_sd.contract.kv import kv_bytes
 from via_sd.files import read_json
 from via_sd.masks import Mask, read_mask
 from via_sd.runtime import Bundle, load_bundle
@@ -55,7 +56,7 @@ def _bundle_facts(bundle: Bundle) -> dict[str, Any]:
         "model": manifest["model"],
         "precision": bundle.precision,
         "max_seq_len": bundle.max_seq_len,
-        "kv_bytes": _kv_facts(bundle),
+        "kv_bytes": kv_bytes(manifest),
         "tiers": _tier_facts(bundle),
         "slim": bundle.slim,
         "drafter": manifest["drafter"]["kind"],
@@ -65,18 +66,6 @@ def _bundle_facts(bundle: Bundle) -> dict[str, Any]:
         "check": manifest.get("check"),
         "made_by": manifest.get("made_by"),
     }
-
-
-def _kv_facts(bundle: Bundle) -> dict[str, int]:
-    """Bytes of KV per token, and of a sequence as long as it may get: of all tiers, and of a drafter of its own."""
-    verifier, drafter = bundle.manifest["verifier"], bundle.manifest["drafter"]
-    per_token, longest = kv_bytes_per_token(verifier["kv"]), bundle.max_seq_len
-    facts = {"per_token": per_token, "per_sequence": per_token * longest}
-    if drafter["kind"] == "model":
-        of_drafter = kv_bytes_per_token(drafter["kv"])
-        facts["per_token"] += of_drafter
-        facts["per_sequence"] += of_drafter * drafter["max_seq_len"]
-    return facts
 
 
 def _tier_facts(bundle: Bundle) -> dict[str, dict[str, Any]]:

@@ -83,7 +83,7 @@ class Predictor:
         costs: Costs,
         policy: Policy | None,
     ) -> None:
-        self._parts, self._costs, self._policy = (bundle, verifier, drafter), costs, policy
+        self._parts, self._costs = (bundle, verifier, drafter), costs
         self._traces = traces
         self._meter = Meter()
         tiers = {tier: tier for tier in (*verifier.tiers, *({SYNTHETIC} & costs.step_ms.keys()))}
@@ -100,6 +100,7 @@ class Predictor:
 
         Raises:
             RequestError: options that the bundle or the policy lacks something for.
+            NoLogitsError: options, or rules of the model's own, that a replay cannot follow.
         """
         return [self._forecast(trace, setting) for trace in self._traces]
 

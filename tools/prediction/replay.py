@@ -21,6 +21,10 @@ from via_sd.runtime.engines.rows import HostRow
 _BLOCK = 8
 
 
+class NoLogitsError(NotImplementedError):
+    """A setting looks at more of a row than its likeliest token: sampling, a penalty, a rule for tokens."""
+
+
 @dataclass(frozen=True)
 class Opinion:
     """What a tier's row says about the next token; it is a `Row` without logits.
@@ -53,7 +57,7 @@ class Opinion:
 
     @property
     def logits(self) -> np.ndarray:
-        raise NotImplementedError("a replay has no logits: it serves greedy decoding without penalties")
+        raise NoLogitsError("a replay has no logits: it serves greedy decoding without penalties")
 
 
 @dataclass(frozen=True)

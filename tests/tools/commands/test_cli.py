@@ -516,6 +516,16 @@ def test_generate_says_when_routed_did_not_ask_slim(tiny_bundle, tmp_path):
     assert (shown["kind"], shown["router"]) == ("policy", facts["router"])
 
 
+@pytest.mark.parametrize("option", ["presence_penalty=0.5", "temperature=0.7", "min_new_tokens=2"])
+def test_a_bench_report_leaves_out_a_prediction_that_cannot_be_made(option, tiny_bundle, prompts, tmp_path):
+    result = invoke("bench", tiny_bundle, "--prompts", prompts, "--modes", "speculative", "--max-new-tokens", 4,
+                    "--repeats", 1, "--threads", 1, "--set", option, "--report", tmp_path / "report.html")  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Speed over plain" in page
+    assert "Prediction" not in page
+
+
 def test_a_bench_report_is_a_page_with_the_table_and_where_it_was_measured(tiny_bundle, prompts, tmp_path):
     result = invoke("bench", tiny_bundle, "--prompts", prompts, "--modes", "speculative", "--max-new-tokens", 8,
                     "--repeats", 1, "--threads", 1, "--report", tmp_path / "report.html")  # fmt: skip
