@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
 import xxhash
 
+from via_sd.errors import DiskSpaceError
 from via_sd.files import (
     JSON_BYTES,
+    check_space,
     clear_leftovers,
     fast_hash,
     read_json,
+    scratch_directory,
     whole_directory,
     write_json,
     write_whole,
@@ -111,6 +120,43 @@ def test_what_a_killed_run_had_moved_away_is_put_back(tmp_path):
     assert names(target) == ["old"]
 
 
+def test_what_a_killed_run_had_replaced_is_removed(tmp_path):
+    target = tmp_path / "target"
+    for folder in (target, tmp_path / ".target.replaced-123"):
+        folder.mkdir()
+        (folder / "file").touch()
+    with pytest.warns(UserWarning, match=r"removed .*\.target\.replaced-123"):
+        assert clear_leftovers(target) == []
+    assert names(tmp_path) == ["target"]
+
+
+def test_a_run_that_ends_while_it_replaces_a_directory_puts_it_back(tmp_path, monkeypatch):
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "old").touch()
+    rename = Path.rename
+
+    def interrupted(path, new):
+        if ".partial-" in path.name:
+            raise KeyboardInterrupt
+        return rename(path, new)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt), whole_directory(target, replace=True) as partial:
+        (partial / "new").touch()
+    assert names(tmp_path) == ["target"]
+    assert names(target) == ["old"]
+
+
+def test_a_run_does_not_begin_while_another_writes_its_target(tmp_path):
+    target = tmp_path / "target"
+    with whole_directory(target) as partial:
+        (partial / "first").touch()
+        with pytest.raises(FileExistsError, match="another run is writing it"), whole_directory(target):
+            pytest.fail("two runs wrote one target")
+    assert names(target) == ["first"]
+
+
 def test_of_two_runs_to_one_target_the_later_says_that_it_lost(tmp_path):
     target = tmp_path / "target"
 
@@ -145,3 +191,64 @@ def test_json_is_read_from_regular_files_of_some_size(tmp_path):
         file.truncate(JSON_BYTES + 1)
     with pytest.raises(ValueError, match=f"has {JSON_BYTES + 1} bytes, wanted at most {JSON_BYTES}"):
         read_json(tmp_path / "large")
+
+
+SCRATCH = """
+import os, signal, sys
+from via_sd.files import scratch_directory
+with scratch_directory("via-sd-test-") as scratch:
+    (scratch / "file").touch()
+    print(scratch, flush=True)
+    if "--wait" in sys.argv:
+        sys.stdin.read()
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_scratch_directory_of_a_killed_run_is_removed_by_the_next_and_one_in_use_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    command = [sys.executable, "-c", SCRATCH]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    killed = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    left = killed.stdout.strip()
+    assert Path(left, "file").exists()
+    with subprocess.Popen(
+        [*command, "--wait"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment,
+    ) as other:  # fmt: skip
+        assert other.stdout is not None
+        in_use = Path(other.stdout.readline().strip())
+        with scratch_directory("via-sd-test-") as scratch:
+            assert names(tmp_path) == sorted([in_use.name, scratch.name])
+        assert names(tmp_path) == [in_use.name]
+        _, said = other.communicate()
+    assert f"removed {left}, which an interrupted run left" in said
+    assert names(tmp_path) == []
+
+
+def test_other_peoples_scratch_directories_and_links_are_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    (tmp_path / "temporary" / "via-sd-test-link").symlink_to(tmp_path / "mine")
+    (tmp_path / "temporary" / "via-sd-test-theirs").mkdir()
+    another = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: another)
+    with scratch_directory("via-sd-test-"):
+        pass
+    assert names(tmp_path / "temporary") == ["via-sd-test-link", "via-sd-test-theirs"]
+    assert names(tmp_path / "mine") == ["file"]
+
+
+def test_too_little_room_on_a_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")(2_000_000, 500_000, 1_500_000)
+    asked = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: asked.append(Path(place)) or usage)
+    check_space(tmp_path / "not" / "there", 1_500_000, "the weights")
+    wanted = rf"disk of {tmp_path} has 1\.5 MB free, wanted 1\.6 MB for the weights; free some space, or choose another"
+    with pytest.raises(DiskSpaceError, match=wanted):
+        check_space(tmp_path / "not" / "there", 1_600_000, "the weights")
+    assert asked == [tmp_path, tmp_path]

@@ -49,6 +49,10 @@ class ValidationError(ViaSdError):
     """A comparison with transformers that cannot be made as asked."""
 
 
+class DiskSpaceError(ViaSdError):
+    """A disk that has too little room for what is to be written."""
+
+
 class DownloadError(ViaSdError):
     """A model that cannot be fetched, or is not the one that was wanted."""
 

@@ -1,4 +1,4 @@
-"""Files and directories that appear whole or not at all, JSON that is read in one way, and the fast hash."""
+"""Files and directories that appear whole or not at all, room for them, JSON that is read in one way, and the hash."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import json
 import os
 import shutil
 import stat
+import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import xxhash
+
+from via_sd.errors import DiskSpaceError
 
 try:
     import fcntl
@@ -43,55 +46,140 @@ def whole_directory(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """A temporary sibling of `target` that takes its name when the block ends well and vanishes when it does not.
 
     Args:
-        replace: take the place of a directory `target`; without it, one that holds anything raises `OSError`.
+        replace: take the place of a directory `target`; without it, one that holds anything raises `OSError`, as does
+            another run that is writing `target`.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    clear_leftovers(target)
+    if running := clear_leftovers(target):
+        raise FileExistsError(errno.EEXIST, f"another run is writing it ({running[0]})", str(target))
     partial = target.with_name(f".{target.name}{_PARTIAL}{os.getpid()}")
     replaced = target.with_name(f".{target.name}{_REPLACED}{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    lock = _lock(partial)
-    try:
-        yield partial
-        if replace and target.exists():
-            target.rename(replaced)
-        elif target.is_dir() and any(target.iterdir()):
-            raise FileExistsError(errno.EEXIST, "another run has written it in the meantime", str(target))
-        partial.rename(target)
-    finally:
+
+    def make() -> Path:
         shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
+        partial.mkdir(exist_ok=True)
+        return partial
+
+    with _locked(make):
+        try:
+            yield partial
+            if replace and target.exists():
+                target.rename(replaced)
+            elif target.is_dir() and any(target.iterdir()):
+                raise FileExistsError(errno.EEXIST, "another run has written it in the meantime", str(target))
+            partial.rename(target)
+        finally:
+            if replaced.exists() and not target.exists():  # interrupted between the two renames
+                replaced.rename(target)
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(replaced, ignore_errors=True)
+
+
+def clear_leftovers(target: Path) -> list[Path]:
+    """Remove what runs that were killed left beside `target`, with a warning; put back what one had moved away.
+
+    Returns:
+        The temporary siblings of runs that are still writing `target`.
+    """
+    running = []
+    for partial in sorted(target.parent.glob(f".{glob.escape(target.name)}{_PARTIAL}*")):
+        if not _clear(partial):
+            running.append(partial)
+    for replaced in sorted(target.parent.glob(f".{glob.escape(target.name)}{_REPLACED}*")):
+        if replaced.with_name(replaced.name.replace(_REPLACED, _PARTIAL)).exists():
+            continue  # its run is still going on
+        if target.exists():
+            _clear(replaced)
+        else:
+            replaced.rename(target)
+            warnings.warn(f"put {target} back, which an interrupted run had moved away", stacklevel=4)
+    return running
+
+
+@contextmanager
+def scratch_directory(prefix: str) -> Iterator[Path]:
+    """A directory in the temporary folder that vanishes when the block ends.
+
+    Those of the same `prefix` that runs of this user left when they were killed are removed first, with a warning.
+    """
+    for left in sorted(Path(tempfile.gettempdir()).glob(f"{glob.escape(prefix)}*")):
+        _clear(left)
+    with _locked(lambda: Path(tempfile.mkdtemp(prefix=prefix))) as scratch:
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def check_space(directory: Path, size: int, what: str) -> None:
+    """Raise `DiskSpaceError` unless `size` bytes fit where `directory` is, or will be.
+
+    Args:
+        what: what is to be written, for the message.
+    """
+    place = next(folder for folder in (directory, *directory.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(place).free
+    if free < size:
+        raise DiskSpaceError(
+            f"the disk of {place} has {free / 1e6:.1f} MB free, wanted {size / 1e6:.1f} MB for {what}; "
+            "free some space, or choose another place"
+        )
+
+
+def _clear(left: Path) -> bool:
+    """Remove a directory that no running process holds, with a warning; False if one does."""
+    if fcntl is None:
+        return True
+    try:
+        lock = _lock(left)
+    except OSError:  # gone in the meantime, another user's, or a file system without locks
+        return True
+    if lock is None:
+        return False
+    shutil.rmtree(left, ignore_errors=True)
+    os.close(lock)
+    warnings.warn(f"removed {left}, which an interrupted run left", stacklevel=5)
+    return True
+
+
+@contextmanager
+def _locked(make: Callable[[], Path]) -> Iterator[Path]:
+    """A new directory that no other run takes for a leftover while the block runs."""
+    directory, lock = make(), None
+    while fcntl is not None:
+        try:
+            lock = _lock(directory)
+            if lock is not None and os.path.samestat(os.fstat(lock), directory.stat()):
+                break
+        except FileNotFoundError:
+            pass
+        except OSError:  # a file system without locks
+            break
+        directory = make()  # another run took it for a leftover before it was locked
+    try:
+        yield directory
+    finally:
         if lock is not None:
             os.close(lock)
 
 
-def clear_leftovers(target: Path) -> None:
-    """Remove what runs that were killed left beside `target`, with a warning; put back what one had moved away."""
-    for partial in sorted(target.parent.glob(f".{glob.escape(target.name)}{_PARTIAL}*")):
-        lock = _lock(partial)
-        if lock is None:
-            continue  # its run is still going on
-        shutil.rmtree(partial, ignore_errors=True)
-        os.close(lock)
-        warnings.warn(f"removed {partial}, which an interrupted run left", stacklevel=4)
-        replaced = target.with_name(partial.name.replace(_PARTIAL, _REPLACED))
-        if replaced.is_dir() and not target.exists():
-            replaced.rename(target)
-            warnings.warn(f"put {target} back, which an interrupted run had moved away", stacklevel=4)
-        shutil.rmtree(replaced, ignore_errors=True)
-
-
 def _lock(directory: Path) -> int | None:
-    """A descriptor that holds the lock of `directory` until it is closed; None if another process holds it."""
-    if fcntl is None or directory.is_symlink():
-        return None
-    descriptor = os.open(directory, os.O_RDONLY)
+    """A descriptor that holds the lock of `directory` until it is closed; None if another process holds it.
+
+    Raises:
+        OSError: there is no such directory (any more), or it is a link, or another user's.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
+        if os.fstat(descriptor).st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, "it belongs to another user", str(directory))
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         os.close(descriptor)
         return None
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from via_sd.export.sources.model_kind import check_kind, check_no_adapter
 from via_sd.export.sources.reference import load_reference, reference_of
 from via_sd.export.sources.source_graph import SourceGraph
 from via_sd.export.sources.weight_files import WeightFiles
-from via_sd.files import read_json_object
+from via_sd.files import read_json_object, scratch_directory
 from via_sd.masks import ModelIdentity
 from via_sd.progress import Progress, no_progress
 
@@ -96,7 +95,7 @@ def _open(path: Path, name: str, progress: Progress, stack: contextlib.ExitStack
     if path.is_file():
         if path.suffix == ".onnx":
             raise ExportError(f"{path} is a graph alone; give the directory with its configuration and tokenizer")
-        return _open_gguf(path, Path(stack.enter_context(TemporaryDirectory(prefix="via-sd-gguf-"))), progress)
+        return _open_gguf(path, stack.enter_context(scratch_directory("via-sd-gguf-")), progress)
     if path.exists():
         raise ExportError(f"{path} is neither a directory nor a regular file; wanted {_WANTED}")
     return _open_directory(_download(name), progress)

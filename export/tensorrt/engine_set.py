@@ -48,7 +48,7 @@ from via_sd.export.tensorrt.weights import (
     write_shared_weights,
 )
 from via_sd.export.writer.describe import describe_values
-from via_sd.files import whole_directory
+from via_sd.files import check_space, whole_directory
 from via_sd.progress import Progress, no_progress, prefixed
 
 References = dict[str, "str | Path | None"]
@@ -111,6 +111,7 @@ def build_engines(
     Raises:
         BundleError: no bundle there, or a damaged one.
         ExportError: bad arguments, a library that is missing, or a model it cannot build.
+        DiskSpaceError: the weights or a plan do not fit on the disk.
     """
     library = load_library(target)
     source = read_source(Path(bundle))
@@ -265,6 +266,7 @@ class _Job:
                 progress=self.progress,
             )
             seconds = taken = perf_counter() - start
+            check_space(self.folder, len(content), plan)
             (self.folder / plan).write_bytes(content)
         mask = decoder.engines[name]
         entry = {
@@ -286,6 +288,7 @@ class _Job:
             return None
         if difference(self.previous_folder / plan, self.previous["files"][plan]) is not None:
             return None
+        check_space(self.folder, (self.previous_folder / plan).stat().st_size, plan)
         shutil.copyfile(self.previous_folder / plan, self.folder / plan)
         self.log.note(f"engine {name}: unchanged, kept")
         return float(entry["build_seconds"])

@@ -15,6 +15,7 @@ import xxhash
 from onnx_ir.external_data import CallbackInfo, convert_tensors_to_external
 
 from via_sd.export.writer.weights import ALIGNMENT, INLINE_BYTES, WEIGHTS_FILE, turn_into_input
+from via_sd.files import check_space
 from via_sd.progress import Progress, no_progress
 
 #: Model -> initializer -> where it lies in the file.
@@ -36,6 +37,9 @@ def write_shared_weights(models: Mapping[str, ir.Model], directory: Path, progre
     """Write the shared weights of `models` (name -> portable graph) to `directory`/weights.data, model by model.
 
     What several initializers have in common, in one model or between two, is written once.
+
+    Raises:
+        DiskSpaceError: they do not fit on the disk.
     """
     owners = [(name, value) for name, model in models.items() for value in shared_weights(model)]
     distinct: dict[bytes, ir.TensorProtocol] = {}
@@ -45,6 +49,8 @@ def write_shared_weights(models: Mapping[str, ir.Model], directory: Path, progre
         assert tensor is not None
         keys.append(_content(tensor))
         distinct.setdefault(keys[-1], tensor)
+
+    check_space(directory, sum(-(-t.nbytes // ALIGNMENT) * ALIGNMENT for t in distinct.values()), WEIGHTS_FILE)
 
     def callback(_: ir.TensorProtocol, info: CallbackInfo) -> None:
         progress("writing weights", (info.index + 1) / info.total)

@@ -11,7 +11,7 @@ from via_sd.contract.file_entries import resolved_within
 from via_sd.contract.manifest import ENGINES_FOLDER, MANIFEST, POLICY_FOLDER, load_bundle, read_manifest
 from via_sd.errors import RepositoryError
 from via_sd.export.triton.config import WARMUP_FOLDER, ServingOptions, model_config, warm_up_files
-from via_sd.files import whole_directory
+from via_sd.files import check_space, whole_directory
 
 _MODEL = '''"""What Triton's Python backend loads: the served model of the installed via-sd-export."""
 
@@ -52,6 +52,7 @@ def write_repository(
     Raises:
         BundleError: no bundle there, or a damaged one.
         RepositoryError: a name that cannot be one, or a model of that name that is there already.
+        DiskSpaceError: the copy of the bundle does not fit on the disk.
     """
     source = Path(bundle).resolve()
     read_manifest(source)
@@ -74,12 +75,14 @@ def _copy_bundle(source: Path, target: Path, *, engines: bool) -> None:
     wanted = [source / MANIFEST, *map(bundle.file, bundle.manifest["files"])]
     for folder in (POLICY_FOLDER, *([ENGINES_FOLDER] if engines else [])):
         wanted += (source / folder).rglob("*")
+    wanted = [file for file in wanted if file.is_symlink() or not file.is_dir()]
     for file in wanted:
         relative = file.relative_to(source)
-        if file.is_dir() and not file.is_symlink():
-            continue
         if not resolved_within(source, relative.as_posix()) or file.is_symlink() or not file.is_file():
             raise RepositoryError(f"{file} is a link or no regular file, and is not copied; remove it from the bundle")
+    check_space(target, sum(file.stat().st_size for file in wanted), f"the copy of {source}")
+    for file in wanted:
+        relative = file.relative_to(source)
         (target / relative).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(file, target / relative)
 

@@ -21,6 +21,7 @@ from via_sd.errors import RepositoryError
 from via_sd.export.triton.config import ServingOptions, model_config
 from via_sd.export.triton.pbtxt import Message, Word, string_map, to_pbtxt
 from via_sd.export.triton.repository import new_model, write_model
+from via_sd.files import check_space
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -65,6 +66,7 @@ def write_tiers(
         BundleError: no bundle there, or a damaged one.
         RepositoryError: a model of one of these names that is there already, or no `onnx_ir` to read
             the graphs with.
+        DiskSpaceError: the weights of all tiers do not fit on the disk.
     """
     options = options or ServingOptions()
     source = Path(bundle).resolve()
@@ -77,6 +79,9 @@ def write_tiers(
     extra = {"verifier_models": json.dumps(models)}
     if any(tier.tier is None for tier in tiers):
         extra["drafter_model"] = DRAFTER
+    if copy:
+        weights = sum(tier.weights.stat().st_size for tier in tiers)
+        check_space(Path(repository), weights, "a copy of the weights for each tier")
     with ExitStack() as all_or_none:
         for tier in tiers:
             _write_tier(all_or_none.enter_context(new_model(repository, tier.model)), tier, options, copy)

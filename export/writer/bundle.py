@@ -62,6 +62,8 @@ def export_bundle(
     Raises:
         ExportError: bad arguments or input, or a bundle that does not compute what the checkpoint does.
         MaskError: a mask that cannot be read or does not fit.
+        DiskSpaceError: the weights do not fit on the disk.
+        FileExistsError: another run is writing `out`, or has written it in the meantime.
     """
     target = Path(out)
     if target.exists():

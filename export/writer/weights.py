@@ -11,6 +11,7 @@ from onnx_ir.external_data import CallbackInfo, convert_tensors_to_external
 
 from via_sd.errors import ExportError
 from via_sd.export.passes.quantize import SHARES_BYTES_OF
+from via_sd.files import check_space
 from via_sd.progress import Progress, no_progress
 
 WEIGHTS_FILE = "weights.data"
@@ -46,6 +47,9 @@ def write_weights(model: ir.Model, directory: Path, progress: Progress = no_prog
 
     Returns:
         What graphs refer to, by initializer name; initializers that share bytes share a place in the file.
+
+    Raises:
+        DiskSpaceError: they do not fit on the disk.
     """
     owners: list[ir.Value] = []
     sharers: list[ir.Value] = []
@@ -53,6 +57,8 @@ def write_weights(model: ir.Model, directory: Path, progress: Progress = no_prog
     names = {value.name for value in large}
     for value in large:
         (sharers if value.metadata_props.get(SHARES_BYTES_OF) in names else owners).append(value)
+
+    check_space(directory, _written_bytes(owners), WEIGHTS_FILE)
 
     def callback(_: ir.TensorProtocol, info: CallbackInfo) -> None:
         progress("writing weights", (info.index + 1) / info.total)
@@ -81,11 +87,11 @@ def _placed(value: ir.Value, directory: Path, offset: int | None, length: int | 
 
 def append_weights(model: ir.Model, directory: Path, weights: dict[str, ir.ExternalTensor]) -> None:
     """Write large initializers of `model` that are not in `weights` behind them, and add them to `weights`."""
+    added = [value for value in _large(initializers(model)) if value.name not in weights]
+    check_space(directory, _written_bytes(added), f"what is added to {WEIGHTS_FILE}")
     with (directory / WEIGHTS_FILE).open("ab") as stream:
-        for value in _large(initializers(model)):
+        for value in added:
             name = value.name or ""
-            if name in weights:
-                continue
             assert value.const_value is not None
             offset = -(-stream.tell() // ALIGNMENT) * ALIGNMENT
             stream.write(bytes(offset - stream.tell()))
@@ -152,6 +158,11 @@ def initializers(model: ir.Model) -> Iterator[ir.Value]:
 
 def _large(values: Iterable[ir.Value]) -> list[ir.Value]:
     return [v for v in values if v.const_value is not None and v.const_value.nbytes > INLINE_BYTES]
+
+
+def _written_bytes(values: Iterable[ir.Value]) -> int:
+    """Bytes that initializers take in a weights file."""
+    return sum(-(-v.const_value.nbytes // ALIGNMENT) * ALIGNMENT for v in values if v.const_value is not None)
 
 
 def _named(value: ir.Value) -> ir.TensorProtocol:

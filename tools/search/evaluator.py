@@ -7,13 +7,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from via_sd.errors import SearchError
-from via_sd.files import read_json
+from via_sd.files import read_json, scratch_directory
 from via_sd.masks import (
     DEFAULT_ALPHA,
     DEFAULT_BETA,
@@ -59,9 +58,8 @@ def load_search_model(verifier: str | Path, *, threads: int | None = None) -> Se
     Raises:
         SearchError: nothing usable at `verifier`, with the exporter's reason.
     """
-    with TemporaryDirectory(prefix="via-sd-search-") as scratch:
-        directory = Path(scratch)
-        command = [sys.executable, "-m", "via_sd.tools.search.graph", str(verifier), scratch]
+    with scratch_directory("via-sd-search-") as directory:
+        command = [sys.executable, "-m", "via_sd.tools.search.graph", str(verifier), str(directory)]
         built = subprocess.run(command, capture_output=True, text=True, check=False)
         if built.returncode:
             reason = built.stderr.strip() or f"building the search graph ended with exit code {built.returncode}"

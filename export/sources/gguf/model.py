@@ -14,6 +14,7 @@ from via_sd.export.sources.gguf.file import open_gguf
 from via_sd.export.sources.gguf.rope import check_rope
 from via_sd.export.sources.gguf.tensors import GgufTensors
 from via_sd.export.sources.gguf.tokenizer import write_tokenizer
+from via_sd.files import check_space
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,11 @@ def gguf_to_directory(source: Path, target: Path) -> None:
 
     Raises:
         ExportError, UnsupportedModelError: as `open_gguf_model`.
+        DiskSpaceError: the weights do not fit on the disk.
     """
     from safetensors.torch import save_file
 
     model = open_gguf_model(source, target)
-    save_file(dict(model.tensors), target / "model.safetensors", metadata={"format": "pt"})
+    tensors = dict(model.tensors)
+    check_space(target, sum(tensor.nbytes for tensor in tensors.values()), "the weights in float32")
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
