@@ -24,6 +24,7 @@ try:
 except ImportError:  # Windows: directories have no locks, and leftovers stay
     fcntl = None  # type: ignore[assignment]
 
+_HAS_LOCKS = fcntl is not None
 _CHUNK = 1 << 22
 #: Names of what a run that writes a directory has beside it, before the number of its process.
 _PARTIAL, _REPLACED = ".partial-", ".replaced-"
@@ -128,7 +129,7 @@ def check_space(directory: Path, size: int, what: str) -> None:
 
 def _clear(left: Path) -> bool:
     """Remove a directory that no running process holds, with a warning; False if one does."""
-    if fcntl is None:
+    if not _HAS_LOCKS:
         return True
     try:
         lock = _lock(left)
@@ -146,7 +147,7 @@ def _clear(left: Path) -> bool:
 def _locked(make: Callable[[], Path]) -> Iterator[Path]:
     """A new directory that no other run takes for a leftover while the block runs."""
     directory, lock = make(), None
-    while fcntl is not None:
+    while _HAS_LOCKS:
         try:
             lock = _lock(directory)
             if lock is not None and os.path.samestat(os.fstat(lock), directory.stat()):
