@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-from typer.testing import CliRunner
 
+from tests.support.command_line import invoke
 from tests.support.genai_layout import HEAD, write_genai
 from tests.support.portable_session import open_portable
 from via_sd.export import ExportError, export_bundle
@@ -24,7 +24,6 @@ from via_sd.export.writer.stepper import Stepper
 from via_sd.masks import Mask, write_mask
 from via_sd.progress import no_progress
 from via_sd.runtime import Pipeline
-from via_sd.tools.commands.main import app
 from via_sd.tools.search.evaluator import load_search_model
 
 CAPACITY = 96
@@ -49,10 +48,6 @@ def decoders(checkpoint_of, shared):
 
 def manifest_of(bundle: Path) -> dict:
     return json.loads((bundle / "bundle.json").read_text(encoding="utf-8"))
-
-
-def invoke(*arguments: object):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def weights_of(graph: ir.Graph) -> dict[str, np.ndarray]:

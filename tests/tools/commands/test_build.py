@@ -12,6 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from tests.support.command_line import refused
 from via_sd.runtime.engines.trust import built_here
 from via_sd.tools.commands.build import build
 from via_sd.tools.commands.gpu_check import LIMITS, gpu_check
@@ -25,15 +26,6 @@ def invoke(command: Any, *arguments: object) -> Result:
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(command)
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def refused(result: Result, *says: str) -> None:
-    assert result.exit_code == 2, (result.stdout, result.stderr)
-    assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("error: ")
-    for text in says:
-        assert text in line
 
 
 @pytest.fixture(autouse=True)

@@ -4,39 +4,32 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
+from tests.support.command_line import invoke, refused, run_script
 from via_sd.runtime import Pipeline
-from via_sd.tools.commands.main import app
 
-SCRIPT = Path(sys.executable).with_name("via-sd-export")
 QUESTION = {"role": "user", "content": "Why?"}
 
 
-def invoke(bundle: Path, *arguments: object, stdin: str | None = None) -> Result:
-    fixed = ("--max-new-tokens", "2", "--mode", "plain", "--json")
-    return CliRunner().invoke(app, ["generate", str(bundle), *map(str, arguments), *fixed], input=stdin)
+def generate(bundle: Path, *arguments: object, stdin: str | None = None) -> Result:
+    fixed = ("--max-new-tokens", 2, "--mode", "plain", "--json")
+    return invoke("generate", bundle, *arguments, *fixed, stdin=stdin)
 
 
 def answer(bundle: Path, *arguments: object, stdin: str | None = None) -> dict[str, Any]:
-    result = invoke(bundle, *arguments, stdin=stdin)
+    result = generate(bundle, *arguments, stdin=stdin)
     assert result.exit_code == 0, result.stderr
     found: dict[str, Any] = json.loads(result.stdout)
     return found
 
 
 def refusal(bundle: Path, *arguments: object) -> str:
-    result = invoke(bundle, *arguments)
-    assert (result.exit_code, result.stdout) == (2, "")
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("error: ")
-    return str(line)
+    return refused(generate(bundle, *arguments))
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +117,10 @@ def test_a_model_without_a_template_is_warned_of_once(tiny_bundle, tmp_path):
     manifest = json.loads((bundle / "bundle.json").read_text(encoding="utf-8"))
     manifest["tokenizer"]["chat_template"] = None
     (bundle / "bundle.json").write_text(json.dumps(manifest), encoding="utf-8")
-    command = [str(SCRIPT), "generate", str(bundle), "--prompt", "a", "--max-new-tokens", "2", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stderr == "warning: this model has no chat template: prompts go to it as they are\n"
-    done = subprocess.run([*command, "--raw"], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
+    command = ("generate", bundle, "--prompt", "a", "--max-new-tokens", 2, "--json")
+    done = run_script(*command)
+    assert (done.returncode, done.stderr) == (
+        0, "warning: this model has no chat template: prompts go to it as they are\n",
+    )  # fmt: skip
+    done = run_script(*command, "--raw")
+    assert (done.returncode, done.stderr) == (0, "")

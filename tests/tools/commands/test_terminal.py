@@ -7,16 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from rich.table import Table
-from typer.testing import CliRunner
 
+from tests.support.command_line import SCRIPT, invoke
 from via_sd.tools.commands.console import command, err, print_json, printable
-from via_sd.tools.commands.main import app
 
-SCRIPT = Path(sys.executable).with_name("via-sd-export")
 HOSTILE = "a[/b] [red]\x1b[2J\x9b31m\x07 é"
 
 
@@ -36,7 +33,7 @@ def test_names_are_no_markup_and_steer_no_terminal(capsys):
 
 
 def test_an_error_shows_a_hostile_name_as_text(tmp_path):
-    result = CliRunner().invoke(app, ["generate", str(tmp_path / HOSTILE), "--prompt", "x"])
+    result = invoke("generate", tmp_path / HOSTILE, "--prompt", "x")
     assert result.exit_code == 2
     assert "a[/b] [red]\\x1b[2J" in result.stderr
     assert "\x1b" not in result.stderr

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
+from tests.support.command_line import invoke
 from tools.benchmarks.planted import plant
 from tools.benchmarks.search_bench.cache import EvaluationCache, OutOfTimeError
 from via_sd.masks import DistributionEvaluator, Evaluation, Mask, forward_kl, read_mask, via_cost
-from via_sd.tools.commands.main import app
 from via_sd.tools.search.evaluator import SearchModel, load_search_model, open_evaluator
 from via_sd.tools.search.front import drafter_distributions
 from via_sd.tools.search.masked_text import MaskedText
@@ -30,10 +30,6 @@ TEXTS = (ScoringText(tuple(range(5, 75)), start=9), ScoringText(tuple(range(90, 
 #: Copies behind layers of the six-layer checkpoint, and where they end up among the nine.
 COPIES = [0, 2, 0, 1, 0, 0]
 PLANTED = [2, 3, 6]
-
-
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def skipped(mask: Mask) -> list[int]:
@@ -275,7 +271,7 @@ def test_a_bundle_whose_weights_have_another_name_is_refused_in_our_words(tiny_b
     os.link(bundle / "verifier/weights.data", tmp_path / "another-name")
     text = tmp_path / "text.txt"
     text.write_text("words")
-    done = CliRunner().invoke(app, ["search", str(bundle), "--out", str(tmp_path / "found.json"), "--text", str(text)])
+    done = invoke("search", bundle, "--out", tmp_path / "found.json", "--text", text)
     assert done.exit_code == 2
     assert "another name links to the same file" in " ".join(done.stderr.split())
 
@@ -285,7 +281,7 @@ def test_a_mask_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     there.write_text("a mask")
     text = tmp_path / "text.txt"
     text.write_text("words")
-    done = CliRunner().invoke(app, ["search", "model", "--out", str(there), "--text", str(text)])
+    done = invoke("search", "model", "--out", there, "--text", text)
     assert done.exit_code == 2
     assert "there.json exists; choose another --out, or delete it" in " ".join(done.stderr.split())
     assert there.read_text() == "a mask"
