@@ -36,7 +36,10 @@ class Policy:
         if self.auto.get("router") == CALIBRATED and self.router is None:
             raise ValueError("auto goes by a calibrated router, and there is none")
         curves = [curve for curve in (self.full_cost, self.slim_cost) if curve is not None]
-        costs = [*(cost for curve in curves for cost in curve.values()), self.draft_cost or 1.0]
+        costs = [
+            *(cost for curve in curves for cost in curve.values()),
+            1.0 if self.draft_cost is None else self.draft_cost,
+        ]
         if any(1 not in curve or len(curve) < 2 for curve in curves):
             raise ValueError("costs without that of one token, or of one token alone")
         if not all(0 < cost < float("inf") for cost in costs):

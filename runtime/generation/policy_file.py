@@ -12,6 +12,7 @@ from typing import Any
 
 from via_sd.contract.generation_options import GenerationConfig
 from via_sd.contract.manifest import POLICY_FOLDER, Bundle
+from via_sd.contract.values import NUMBER, OBJECT, TEXT, Contract, by_name, check, optional
 from via_sd.errors import BundleError, ViaSdError
 from via_sd.files import read_json
 from via_sd.runtime.decoding.router import RouterMargins
@@ -23,6 +24,13 @@ FORMAT = "via-sd-policy"
 #: 2: the cost of a slim pass by its length, not one share for all lengths.
 VERSION = 2
 FOLDER = POLICY_FOLDER
+#: What is read of a policy, beside its router.
+_CONTRACT: Contract = {
+    "files": TEXT,
+    "auto": OBJECT,
+    "exact": TEXT,
+    "costs": {"full": by_name(NUMBER), "slim": optional(by_name(NUMBER)), "draft": optional(NUMBER)},
+}
 
 
 def policy_file(bundle: Bundle, machine: Machine) -> Path:
@@ -64,6 +72,7 @@ def read_policy(file: Path, bundle: Bundle, backend: str) -> Policy:
         data = read_json(file)
         if (data["format"], data["version"]) != (FORMAT, VERSION):
             raise ValueError(f"it is no {FORMAT} version {VERSION}")
+        check(data, _CONTRACT)
         if data["files"] != measured_files(bundle, backend):
             raise ValueError("it was measured with other files than the bundle has now")
         costs = data["costs"]

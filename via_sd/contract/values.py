@@ -106,6 +106,7 @@ def _is_whole(value: Any) -> bool:
 OBJECT = Value("an object", lambda value: isinstance(value, dict))
 LIST = Value("a list", lambda value: isinstance(value, list))
 TEXT = Value("a text", lambda value: isinstance(value, str))
+NUMBER = Value("a number", lambda value: isinstance(value, (int, float)) and not isinstance(value, bool))
 BOOLEAN = Value("true or false", lambda value: isinstance(value, bool))
 NAME = Value("a name without separators", is_name)
 PATH = Value("the path of a file within the folder, without '..'", _is_path)

@@ -169,6 +169,10 @@ def test_a_policy_that_is_a_pipe_or_asks_for_the_impossible_is_a_warning(bundle:
         file.write_text(json.dumps({**policy, "auto": auto}))
         with pytest.warns(UserWarning, match=r"invalid policy.*defaults hold"):
             assert Pipeline.load(bundle, threads=1).policy is None
+    for change in ({"draft": {}}, {"draft": False}, {"full": {"1": "1", "8": 2.0}}, {"slim": []}):
+        file.write_text(json.dumps({**policy, "auto": {"mode": "plain"}, "costs": {**costs, **change}}))
+        with pytest.warns(UserWarning, match=r"invalid policy \(costs\..* wanted .*defaults hold"):
+            assert Pipeline.load(bundle, threads=1).policy is None
 
 
 @pytest.mark.parametrize("threads", [0, -1, 10**6, 2**31])
