@@ -61,8 +61,8 @@ def check_kind(directory: Path, config: Mapping[str, Any]) -> None:
     """
     _check_quantisation(directory, config)
     names = config.get("architectures") or []
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise ExportError(f"{directory / 'config.json'} has architectures {names!r}, wanted a list of class names")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ExportError(f"{directory / 'config.json'} has architectures {names!r:.80}, wanted a list of class names")
     for name in names:
         kind = next((kind for end, kind in _OTHER_HEADS.items() if name.endswith(end)), None)
         if kind is not None and not name.endswith(_CAUSAL):

@@ -157,6 +157,7 @@ def test_frequencies_that_old_checkpoints_keep_are_no_obstacle(checkpoint):
         ({"rope_parameters": {"rope_type": "yarn", "factor": "x"}}, "transformers cannot read .*config.json"),
         ({"model_type": 7}, "model_type 7, wanted the name of a model's type"),
         ({"architectures": "LlamaForCausalLM"}, "wanted a list of class names"),
+        ({"architectures": 16}, "wanted a list of class names"),
     ],
     ids=str,
 )

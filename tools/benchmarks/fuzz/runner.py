@@ -136,9 +136,10 @@ def _execute(reader: Reader, folder: Path, file: str, content: bytes) -> tuple[s
     for name, original in reader.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content if name == file else original)
+    expected: tuple[type[Exception], ...] = (ViaSdError, *reader.expected)
     try:
         reader.read(folder)
-    except (ViaSdError, *reader.expected):
+    except expected:
         return "refused", ""
     except BaseException as error:  # noqa: BLE001 - that is what is looked for
         own = str(Path(__file__).parent)
