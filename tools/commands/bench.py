@@ -20,14 +20,13 @@ from via_sd.contract.mode_names import AUTO, CALIBRATED
 from via_sd.files import write_whole
 from via_sd.runtime import EXACT_MODES, MODES, GenerationConfig, Pipeline
 from via_sd.runtime.decoding.router import Gates
-from via_sd.runtime.engines.backends import ONNXRUNTIME
 from via_sd.runtime.generation.machine import this_machine
 from via_sd.runtime.generation.policy_file import measured_files
 from via_sd.tools.bench import Report, comparison, read_prompts, run_bench, settings_of, summarise
 from via_sd.tools.bench.forecast import forecast_bench
 from via_sd.tools.commands.console import CommandError, check_writable, command, err, out, progress_bar
 from via_sd.tools.commands.generation_options import read_settings
-from via_sd.tools.commands.options import Backend, Device, PolicyFile, Threads, TrustEngines, load_pipeline
+from via_sd.tools.commands.options import PipelineOptions, with_pipeline_options
 from via_sd.tools.plotting import pyplot
 from via_sd.tools.prediction import measure_costs
 
@@ -38,9 +37,11 @@ except ImportError:  # Windows
 
 
 @command
+@with_pipeline_options
 def bench(
     bundle: Annotated[Path, typer.Argument(help="Bundle directory.")],
     prompts: Annotated[Path, typer.Option(help='JSON lines, {"prompt": …, "bucket": …}.')],
+    runtime: PipelineOptions,
     modes: Annotated[
         str | None,
         typer.Option(help="Comma-separated, auto too; plain is always measured.", show_default="all there are"),
@@ -56,11 +57,6 @@ def bench(
             "Repeat for more.",
         ),
     ] = None,
-    threads: Threads = None,
-    backend: Backend = ONNXRUNTIME,
-    device: Device = None,
-    trust_engines: TrustEngines = False,
-    policy: PolicyFile = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every figure there.")] = None,
     report: Annotated[
         Path | None,
@@ -71,9 +67,7 @@ def bench(
 ) -> None:
     """Measure the decoding modes of BUNDLE on PROMPTS, greedy, modes in turn, in one run."""
     wanted = read_prompts(prompts)
-    pipeline = load_pipeline(
-        bundle, backend=backend, device=device, threads=threads, trust_engines=trust_engines, policy=policy
-    )
+    pipeline = runtime.load(bundle)
     chosen = _modes(modes, pipeline)
     if max_new_tokens < 2 or repeats < 1:
         raise CommandError("--max-new-tokens must be 2 or more, --repeats 1 or more")
@@ -117,7 +111,7 @@ def bench(
             _megabytes(pipeline),
             predicted,
             f"{len(wanted)} prompts, {max_new_tokens} tokens, {repeats} repeats, {_sampling(options)}, modes in turn",
-            {**_circumstances(pipeline, backend, threads), **described, **_made_by(pipeline, backend)},
+            {**_circumstances(pipeline, runtime), **described, **_made_by(pipeline, runtime.backend)},
         ).write(report)
     for file in filter(None, (json_file, report)):
         err.print(f"wrote {file}", highlight=False)
@@ -133,15 +127,15 @@ def _modes(text: str | None, pipeline: Pipeline) -> list[str]:
     return modes
 
 
-def _circumstances(pipeline: Pipeline, backend: str, threads: int | None) -> dict[str, object]:
+def _circumstances(pipeline: Pipeline, runtime: PipelineOptions) -> dict[str, object]:
     """What was measured, and where."""
-    machine = this_machine(backend, threads)
+    machine = this_machine(runtime.backend, runtime.threads)
     return {
         "bundle": f"{pipeline.bundle.path.resolve().name}, {pipeline.bundle.precision}",
         "tiers": ", ".join(pipeline.verifier.tiers),
         "drafter": pipeline.bundle.manifest["drafter"]["kind"],
         "machine": f"{machine.processor}, {machine.cores} cores, {platform.system()}",
-        "backend": f"{backend}, {'all' if threads is None else threads} threads",
+        "backend": f"{runtime.backend}, {'all' if runtime.threads is None else runtime.threads} threads",
     }
 
 

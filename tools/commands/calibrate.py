@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -11,21 +12,22 @@ from rich.text import Text
 
 from via_sd.contract.graphs import FULL
 from via_sd.runtime import load_bundle
-from via_sd.runtime.engines.backends import ONNXRUNTIME
 from via_sd.runtime.generation.machine import this_machine
 from via_sd.runtime.generation.policy_file import policy_file
 from via_sd.tools.bench import comparison, prediction, read_prompts
 from via_sd.tools.calibration import Calibration
 from via_sd.tools.calibration import calibrate as run_calibration
 from via_sd.tools.commands.console import check_writable, command, err, out, print_json, progress_bar
-from via_sd.tools.commands.options import AsJson, Backend, Device, Threads, TrustEngines
+from via_sd.tools.commands.options import AsJson, EngineOptions, with_engine_options
 from via_sd.tools.prediction import SyntheticTier
 
 
 @command
+@with_engine_options
 def calibrate(
     bundle: Annotated[Path, typer.Argument(help="Bundle directory.")],
     prompts: Annotated[Path, typer.Option(help='JSON lines, {"prompt": …, "bucket": …}: the kind of work to be done.')],
+    engines: EngineOptions,
     max_divergence: Annotated[
         float | None,
         typer.Option(
@@ -54,17 +56,13 @@ def calibrate(
     out_file: Annotated[
         Path | None, typer.Option("--out", help="Write the policy there.", show_default="into the bundle")
     ] = None,
-    threads: Threads = None,
-    backend: Backend = ONNXRUNTIME,
-    device: Device = None,
-    trust_engines: TrustEngines = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure BUNDLE on this machine and PROMPTS, and keep what `auto` is to do there."""
     wanted = read_prompts(prompts)
     loaded = load_bundle(bundle)
     # Refused now rather than when everything is measured; the policy's folder in the bundle is made when it is written.
-    check_writable(out_file or loaded.path / policy_file(loaded, this_machine(backend, threads)).name)
+    check_writable(out_file or loaded.path / policy_file(loaded, this_machine(engines.backend, engines.threads)).name)
     with progress_bar() as progress:
         found = run_calibration(
             loaded,
@@ -73,11 +71,8 @@ def calibrate(
             max_new_tokens=max_new_tokens,
             repeats=repeats,
             synthetic=None if synthetic_acceptance is None else SyntheticTier(synthetic_acceptance, synthetic_cost),
-            backend=backend,
-            device=device,
-            threads=threads,
-            trust_engines=trust_engines,
             progress=progress,
+            **asdict(engines),
         )
     file = found.write(out_file)
     if as_json:

@@ -13,10 +13,9 @@ import typer
 
 from via_sd.errors import RequestError
 from via_sd.runtime import Completion, GenerationConfig, Pipeline
-from via_sd.runtime.engines.backends import ONNXRUNTIME
 from via_sd.tools.commands.console import CommandError, command, err, out
 from via_sd.tools.commands.generation_options import with_generation_options
-from via_sd.tools.commands.options import Backend, Device, PolicyFile, Threads, TrustEngines, load_pipeline
+from via_sd.tools.commands.options import PipelineOptions, with_pipeline_options
 from via_sd.tools.commands.tier_text import show, summary
 
 HELP = """/stats  figures of the last answer, and of the KV buffers
@@ -75,20 +74,15 @@ class Conversation:
 
 @command
 @with_generation_options
+@with_pipeline_options
 def chat(
     bundle: Annotated[Path, typer.Argument(help="Bundle directory.")],
     config: GenerationConfig,
+    runtime: PipelineOptions,
     system: Annotated[str | None, typer.Option(help="System message in front of the conversation.")] = None,
-    threads: Threads = None,
-    backend: Backend = ONNXRUNTIME,
-    device: Device = None,
-    trust_engines: TrustEngines = False,
-    policy: PolicyFile = None,
 ) -> None:
     """Talk to BUNDLE at the terminal."""
-    pipeline = load_pipeline(
-        bundle, backend=backend, device=device, threads=threads, trust_engines=trust_engines, policy=policy
-    )
+    pipeline = runtime.load(bundle)
     if config.raw or not pipeline.has_chat_template:
         why = "--raw leaves the chat template out" if config.raw else f"{bundle} has no chat template"
         raise CommandError(f"{why}, which tells the turns of a conversation apart; use generate")

@@ -12,10 +12,9 @@ import typer
 from via_sd.contract.generation_options import OPTIONS
 from via_sd.contract.mode_names import ROUTED
 from via_sd.runtime import Chunk, Completion, GenerationConfig
-from via_sd.runtime.engines.backends import ONNXRUNTIME
 from via_sd.tools.commands.console import CommandError, command, err, out, print_json
 from via_sd.tools.commands.generation_options import with_generation_options
-from via_sd.tools.commands.options import AsJson, Backend, Device, PolicyFile, Threads, TrustEngines, load_pipeline
+from via_sd.tools.commands.options import AsJson, PipelineOptions, with_pipeline_options
 from via_sd.tools.commands.prompt_options import GivenPrompt, with_prompt_options
 from via_sd.tools.commands.tier_text import show, summary
 
@@ -23,25 +22,20 @@ from via_sd.tools.commands.tier_text import show, summary
 @command
 @with_prompt_options
 @with_generation_options
+@with_pipeline_options
 def generate(
     bundle: Annotated[Path, typer.Argument(help="Bundle directory.")],
     given: GivenPrompt,
     config: GenerationConfig,
+    runtime: PipelineOptions,
     n: Annotated[int, typer.Option("--n", help="Answers to the prompt, which is read once.", min=1)] = 1,
     sampling_defaults: Annotated[
         bool, typer.Option("--sampling-defaults", help="Sample as the model's publisher recommends, where not told.")
     ] = False,
-    threads: Threads = None,
-    backend: Backend = ONNXRUNTIME,
-    device: Device = None,
-    trust_engines: TrustEngines = False,
-    policy: PolicyFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Generate text from BUNDLE."""
-    pipeline = load_pipeline(
-        bundle, backend=backend, device=device, threads=threads, trust_engines=trust_engines, policy=policy
-    )
+    pipeline = runtime.load(bundle)
     if sampling_defaults:
         config = _with_sampling(config, pipeline.sampling_defaults)
     if n > 1:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -13,28 +12,8 @@ import typer
 from via_sd.contract.generation_options import OPTIONS, GenerationConfig
 from via_sd.contract.options import Option
 from via_sd.tools.commands.console import CommandError
-
-_CONFIG = "config"
-
-
-def with_generation_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Put a command-line option for each declared one in place of the parameter `config` of `function`."""
-    offered = [option for option in OPTIONS.values() if option.command_line]
-    parameters: list[inspect.Parameter] = []
-    for each in inspect.signature(function, eval_str=True).parameters.values():
-        if each.name == _CONFIG:
-            parameters += map(_parameter, offered)
-        else:
-            parameters.append(each)
-
-    @functools.wraps(function)
-    def wrapped(**given: Any) -> None:
-        values = {option.name: _value(option, given.pop(option.name)) for option in offered}
-        function(**given, **{_CONFIG: GenerationConfig(**values)})
-
-    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {each.name: each.annotation for each in parameters}
-    return wrapped
+from via_sd.tools.commands.option_groups import option as command_line_option
+from via_sd.tools.commands.option_groups import with_group
 
 
 def read_settings(given: Sequence[str], flag: str) -> dict[str, Any]:
@@ -89,6 +68,15 @@ def _parameter(option: Option) -> inspect.Parameter:
     shown = option.if_none or option.kind is not bool
     declared = typer.Option(*flags, help=option.help, show_default=shown, metavar="FILE" if option.from_file else None)
     annotation: Any = Annotated[Optional[kind] if option.may_be_none or several else kind, declared]  # noqa: UP045 - a value
-    default = None if several else option.default
-    anywhere = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return inspect.Parameter(option.name, anywhere, default=default, annotation=annotation)
+    return command_line_option(option.name, annotation, None if several else option.default)
+
+
+_OFFERED = {name: option for name, option in OPTIONS.items() if option.command_line}
+
+
+def _read(**given: Any) -> GenerationConfig:
+    return GenerationConfig(**{name: _value(_OFFERED[name], value) for name, value in given.items()})
+
+
+#: The parameter `config` of a command becomes an option for each declared one.
+with_generation_options = with_group("config", map(_parameter, _OFFERED.values()), _read)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -16,9 +14,9 @@ import typer
 from via_sd.runtime import Prompt
 from via_sd.tools.commands.console import CommandError
 from via_sd.tools.commands.generation_options import split_settings
+from via_sd.tools.commands.option_groups import option, with_group
 
 _STDIN = "-"
-_GIVEN = "given"
 
 
 @dataclass(frozen=True)
@@ -79,28 +77,6 @@ _OPTIONS: dict[str, Any] = {
     "add_special_tokens": (_AddSpecialTokens, None),
     "sanitize_control_tokens": (_Sanitize, None),
 }
-
-
-def with_prompt_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Put the options above in place of the parameter `given` of `function`, which gets a `GivenPrompt`."""
-    parameters: list[inspect.Parameter] = []
-    for each in inspect.signature(function, eval_str=True).parameters.values():
-        if each.name != _GIVEN:
-            parameters.append(each)
-            continue
-        parameters += (
-            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
-            for name, (annotation, default) in _OPTIONS.items()
-        )
-
-    @functools.wraps(function)
-    def wrapped(**arguments: Any) -> None:
-        values = {name: arguments.pop(name) for name in _OPTIONS}
-        function(**arguments, **{_GIVEN: read_prompt(**values)})
-
-    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {each.name: each.annotation for each in parameters}
-    return wrapped
 
 
 def read_prompt(
@@ -184,3 +160,7 @@ def _read_json(path: Path, flag: str) -> Any:
         return json.loads(_read(path, flag))
     except (ValueError, RecursionError) as error:
         raise CommandError(f"{flag} {path} is not JSON: {error}") from None
+
+
+#: The parameter `given` of a command becomes the options above; it gets a `GivenPrompt`.
+with_prompt_options = with_group("given", [option(name, *each) for name, each in _OPTIONS.items()], read_prompt)

@@ -12,16 +12,17 @@ from rich.table import Table
 
 from via_sd.contract.mode_names import PLAIN, ROUTED
 from via_sd.runtime import GenerationConfig, Pipeline
-from via_sd.runtime.engines.backends import ONNXRUNTIME
 from via_sd.tools.commands.console import CommandError, command, out, print_json
-from via_sd.tools.commands.options import AsJson, Backend, Device, PolicyFile, Threads, TrustEngines, load_pipeline
+from via_sd.tools.commands.options import AsJson, PipelineOptions, with_pipeline_options
 from via_sd.tools.evaluation.divergence import measure_divergence
 
 
 @command
+@with_pipeline_options
 def score(
     bundle: Annotated[Path, typer.Argument(help="Bundle directory.")],
     texts: Annotated[Path, typer.Option(help='A text file, or JSON lines with a "text" each (.jsonl).')],
+    runtime: PipelineOptions,
     window: Annotated[
         int | None,
         typer.Option(help="Tokens that are scored together.", show_default="all that fit", min=2),
@@ -29,18 +30,11 @@ def score(
     router: Annotated[str | None, typer.Option(help="Router of routed: paper or calibrated.")] = None,
     alpha2: Annotated[float | None, typer.Option(help="Threshold of routed, see `generate`.")] = None,
     max_divergence: Annotated[float | None, typer.Option(help="With --router calibrated, see `generate`.")] = None,
-    threads: Threads = None,
-    backend: Backend = ONNXRUNTIME,
-    device: Device = None,
-    trust_engines: TrustEngines = False,
-    policy: PolicyFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Score TEXTS under every tier of BUNDLE: perplexity, KL divergence from full, share of equal likeliest tokens."""
     given = list(_read(texts))
-    pipeline = load_pipeline(
-        bundle, backend=backend, device=device, threads=threads, trust_engines=trust_engines, policy=policy
-    )
+    pipeline = runtime.load(bundle)
     limit = min(window or pipeline.capacity, pipeline.capacity)
     mode = PLAIN if pipeline.bundle.slim is None else ROUTED
     config = GenerationConfig(mode=mode, router=router, alpha2=alpha2, max_divergence=max_divergence)
