@@ -31,13 +31,14 @@ def refine_int4(
         (packed, scales), of the same shapes.
     """
     columns, blocks, half = packed.shape
-    weight = energy.reshape(1, blocks, 2 * half).astype(np.float32)
+    padding = blocks * 2 * half - len(matrix)  # of the last block, with zeros that no input meets
+    weight = np.pad(energy, (0, padding)).reshape(1, blocks, 2 * half).astype(np.float32)
     weight = weight + 1e-6 * max(float(weight.mean()), 1e-30)  # a channel that was silent still counts a little
     best, chosen = np.empty_like(packed), np.empty_like(scales)
 
     def refine(start: int) -> None:
         rows = slice(start, start + _ROWS)
-        exact = np.ascontiguousarray(matrix[:, rows].T).reshape(-1, blocks, 2 * half)
+        exact = np.pad(matrix[:, rows].T, ((0, 0), (0, padding))).reshape(-1, blocks, 2 * half)
         levels, scale = _unpack(packed[rows]), scales[rows, :, None]
         error = _error(exact, levels, scale, weight)
         peak = np.take_along_axis(exact, np.abs(exact).argmax(-1)[..., None], -1)

@@ -9,8 +9,9 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from via_sd.errors import UnsupportedModelError
+from via_sd.contract.graphs import INPUT_IDS
 from via_sd.export.passes.block_scales import refine_int4
+from via_sd.export.passes.values import find_input
 from via_sd.progress import Progress, no_progress
 
 #: Entry of a value's metadata: the name of the initializer whose bytes it shares (same bytes, another shape).
@@ -21,18 +22,20 @@ BLOCK_SIZE = 32
 
 
 class QuantizePass(ir.passes.InPlacePass):
-    """Quantise every constant matrix product to `bits` (4 or 8), symmetric, in blocks along the inner dimension.
+    """Quantise every constant matrix product, and the embedding, to `bits` (4 or 8), symmetric, in blocks along the
+    inner dimension.
 
     A tied embedding is read from the head's own quantised table (`GatherBlockQuantized`), so that the vocabulary is
-    stored once.
+    stored once; any other embedding gets a quantised table of its own.
 
     Args:
         energy: mean square of each input channel, float32 [K], by weight name; with it the scales of 4-bit blocks are
             fitted to what the products compute (`refine_int4`).
-        only: the nodes to quantise; every product by default.
+        only: the products to quantise, and nothing else; every product and the embedding by default.
 
     Requires: weights of `MatMul` and `FusedMatMul(transB)` are initializers of rank 2.
-    Ensures: no floating-point matrix product with a constant is left, of those to quantise; no weight is stored twice.
+    Ensures: no floating-point matrix product with a constant is left, of those to quantise, and no embedding in
+    floating point; no weight is stored twice (but for a tied table whose rows end in padding).
     """
 
     def __init__(
@@ -60,11 +63,16 @@ class QuantizePass(ir.passes.InPlacePass):
         for index, node in enumerate(products):
             self.progress("quantising", (index + 1) / len(products))
             self._quantize(graph, node)
+        if self.only is None:
+            for node in embeddings(graph):
+                self._quantize_embedding(graph, node)
         RemoveUnusedNodesPass()(model)
         return ir.passes.PassResult(model, modified=True)
 
     def ensures(self, model: ir.Model) -> None:
         left = [node.name for node in self._products(model.graph)]
+        if self.only is None:
+            left += [node.name for node in embeddings(model.graph)]
         if left:
             raise ir.passes.PostconditionError(f"not quantised: {left}")
 
@@ -89,20 +97,36 @@ class QuantizePass(ir.passes.InPlacePass):
         ir.convenience.replace_nodes_and_values(graph, node, [node], [product], [node.outputs[0]], [product.outputs[0]])
         for reader in list(weight.consumers()):
             if reader.op_type == "Gather":
-                self._share_embedding(graph, reader, table, scale, len(matrix))
+                self._look_up(graph, reader, self._rows(table, len(matrix)), scale)
 
-    def _share_embedding(self, graph: ir.Graph, gather: ir.Node, table: ir.Value, scale: ir.Value, hidden: int) -> None:
-        if hidden % self.block_size:
-            raise UnsupportedModelError(
-                f"the hidden size {hidden} is no multiple of the block size {self.block_size}, so embedding and head "
-                "cannot share one quantised table; use --precision fp32"
-            )
+    def _quantize_embedding(self, graph: ir.Graph, gather: ir.Node) -> None:
+        """Let `gather` read a quantised table of its own."""
+        weight = gather.inputs[0]
+        assert weight is not None
+        assert weight.const_value is not None
+        matrix = weight.const_value.numpy().T
+        packed, scales = quantize_blocks(np.ascontiguousarray(matrix), self.bits, self.block_size)
+        if self.bits == 4:
+            packed, scales = refine_int4(matrix, packed, scales, np.ones(len(matrix), np.float32))
+        name = f"{weight.name}.q{self.bits}"
+        scale = constant(f"{name}.scales", scales)
+        graph.register_initializer(scale)
+        rows = constant(f"{name}.rows", _without_padding(packed, len(matrix), self.bits))
+        self._look_up(graph, gather, rows, scale)
+
+    def _rows(self, table: ir.Value, width: int) -> ir.Value:
+        """The blocks `table` of a head as rows of `width` entries, over the same bytes where no block is padded."""
         assert table.const_value is not None
         packed = table.const_value.numpy()
-        flat = packed.reshape(len(packed), -1)
-        rows = constant(f"{table.name}.rows", flat)
+        rows = constant(f"{table.name}.rows", _without_padding(packed, width, self.bits))
+        assert rows.const_value is not None
+        if rows.const_value.size == packed.size:
+            rows.metadata_props[SHARES_BYTES_OF] = table.name or ""
+        return rows
+
+    def _look_up(self, graph: ir.Graph, gather: ir.Node, rows: ir.Value, scale: ir.Value) -> None:
+        """Replace `gather` by a lookup that dequantises the rows it reads."""
         graph.register_initializer(rows)
-        rows.metadata_props[SHARES_BYTES_OF] = table.name or ""
         lookup = ir.node(
             "GatherBlockQuantized",
             [rows, gather.inputs[1], scale],
@@ -113,6 +137,11 @@ class QuantizePass(ir.passes.InPlacePass):
         ir.convenience.replace_nodes_and_values(
             graph, gather, [gather], [lookup], [gather.outputs[0]], [lookup.outputs[0]]
         )
+
+
+def _without_padding(packed: np.ndarray, width: int, bits: int) -> np.ndarray:
+    """Blocks [N, blocks, bytes] as rows [N, bytes of `width` entries]."""
+    return packed.reshape(len(packed), -1)[:, : -(-width * bits // 8)]
 
 
 def block_product(
@@ -165,6 +194,17 @@ def constant_products(graph: ir.Graph) -> Iterator[ir.Node]:
             weight = node.inputs[1]
             if weight is not None and weight.const_value is not None and len(weight.const_value.shape) == 2:
                 yield node
+
+
+def embeddings(graph: ir.Graph) -> list[ir.Node]:
+    """The nodes of `graph` that look tokens up in a constant table of floating-point numbers."""
+    tokens = find_input(graph, INPUT_IDS.name)
+    readers = () if tokens is None else tokens.consumers()
+    return [
+        node
+        for node in readers
+        if node.op_type == "Gather" and node.inputs[0] is not None and node.inputs[0].const_value is not None
+    ]
 
 
 def constant(name: str, array: np.ndarray) -> ir.Value:

@@ -6,7 +6,6 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from via_sd.errors import UnsupportedModelError
 from via_sd.export.passes import (
     FuseGateUpPass,
     PrunePass,
@@ -38,11 +37,37 @@ def dequantise(packed: np.ndarray, scales: np.ndarray, bits: int, inner: int) ->
     return (centred * scales[..., None]).reshape(len(packed), -1)[:, :inner].T
 
 
+def rows_of(lookup: ir.Node, width: int) -> np.ndarray:
+    """The table [vocab, width] that the operands of `GatherBlockQuantized` stand for."""
+    bits = lookup.attributes.get_int("bits")
+    rows, scales = lookup.inputs[0].const_value.numpy(), lookup.inputs[2].const_value.numpy()
+    if bits == 4:
+        rows = np.stack([rows & 15, rows >> 4], axis=-1).reshape(len(rows), -1)
+    centred = rows[:, :width].astype(np.float32) - (1 << (bits - 1))
+    return centred * np.repeat(scales, BLOCK, axis=1)[:, :width]
+
+
+def embedding_of(model: ir.Model) -> ir.Value:
+    """The table in floating point that tokens are looked up in."""
+    tokens = next(value for value in model.graph.inputs if value.name == "input_ids")
+    return next(node.inputs[0] for node in tokens.consumers() if node.op_type == "Gather")
+
+
+def assert_near(lookup: ir.Node, table: np.ndarray) -> None:
+    """The quantised table that `lookup` reads is `table` but for what its bits cost."""
+    error = rows_of(lookup, table.shape[1]) - table
+    assert np.sqrt(np.mean(error**2) / np.mean(table**2)) < {4: 0.1, 8: 0.006}[lookup.attributes.get_int("bits")]
+
+
 def dequantised_by_hand(model: ir.Model, quantised: ir.Model) -> ir.Model:
     """`model` with every weight that `quantised` stores in blocks replaced by what the blocks stand for."""
     copy = model.clone()
     tables = quantised.graph.initializers
     for node in quantised.graph:
+        if node.op_type == "GatherBlockQuantized":
+            weight = embedding_of(copy)
+            rows = rows_of(node, weight.const_value.shape.numpy()[1])
+            weight.const_value = ir.tensor(rows, name=weight.name)
         if node.op_type != "MatMulNBits":
             continue
         packed, scales = (value.const_value.numpy() for value in node.inputs[1:3])
@@ -194,12 +219,21 @@ def test_embedding_rows_are_read_from_the_heads_own_table(lowered):
     assert lookup.inputs[2] is head.inputs[2]
 
 
-def test_an_embedding_of_its_own_stays_in_float(lowered):
-    """It is looked up, not multiplied: nothing is gained in a step by quantising it."""
+@pytest.mark.parametrize("bits", [4, 8])
+def test_an_embedding_of_its_own_is_quantised_too(bits, lowered):
+    model = lowered("llama-untied").model
+    quantised = model.clone()
+    QuantizePass(bits)(quantised)
+    lookup = next(n for n in quantised.graph if n.op_type == "GatherBlockQuantized")
+    assert lookup.inputs[0].shape == (320, 64 * bits // 8)
+    assert_near(lookup, embedding_of(model).const_value.numpy())
+    assert embedding_of(model).name not in quantised.graph.initializers
+
+
+def test_a_slim_tier_keeps_fulls_embedding(lowered):
     model = lowered("llama-untied").model.clone()
-    quantise(model, "int4", lambda *_: None)
-    tokens = next(value for value in model.graph.inputs if value.name == "input_ids")
-    assert [user.op_type for user in tokens.consumers()] == ["Gather"]
+    QuantizePass(8, only=list(constant_products(model.graph)))(model)
+    assert embedding_of(model).const_value.dtype == ir.DataType.FLOAT
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma3"])
@@ -232,12 +266,25 @@ def test_tiers_of_a_quantised_model_agree_bit_for_bit(precision, lowered, random
     assert np.array_equal(one.feed_in(STEPS, tokens, keep_vector(mask, segments)), slim.feed_in(STEPS, tokens))
 
 
-def test_a_hidden_size_that_blocks_do_not_divide_is_refused(tmp_path, new_checkpoint):
-    directory = new_checkpoint(tmp_path / "odd", "llama", hidden_size=80, num_attention_heads=4)
+@pytest.mark.parametrize("tied", [True, False])
+def test_blocks_that_do_not_divide_the_hidden_size_end_in_padding(
+    tied, tmp_path, new_checkpoint, random_tokens, workshop
+):
+    changes = {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 5, "tie_word_embeddings": tied}
+    directory = new_checkpoint(tmp_path / "odd", "llama", **changes)
     with open_checkpoint(directory) as checkpoint:
         lower(checkpoint.model, checkpoint.config, 64)
-        with pytest.raises(UnsupportedModelError, match="80 is no multiple"):
-            quantise(checkpoint.model, "int4", lambda *_: None)
+        model = checkpoint.model
+    quantised = model.clone()
+    quantise(quantised, "int4", lambda *_: None, {"model.layers.0.mlp.gate_proj.weight": np.ones(80, np.float32)})
+    lookup = next(n for n in quantised.graph if n.op_type == "GatherBlockQuantized")
+    assert lookup.inputs[0].shape == (320, 40)
+    assert_near(lookup, embedding_of(model).const_value.numpy())
+    tokens = random_tokens(20)
+    by_hand = dequantised_by_hand(model, quantised)
+    wanted = workshop.open(by_hand, "by-hand").feed(tokens)
+    found = workshop.open(with_accuracy_level(quantised, 0), "quantised").feed(tokens)
+    assert np.abs(found - wanted).max() < 1e-4
 
 
 def test_bits_other_than_four_and_eight_are_refused():
