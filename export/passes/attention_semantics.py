@@ -15,6 +15,9 @@ import onnx_ir as ir
 from via_sd.errors import UnsupportedModelError
 from via_sd.export.passes import gqa
 
+#: The kernel rotates heads, and parts of heads, of sizes that are multiples of it.
+_ROTARY_UNIT = 16
+
 
 @dataclass(frozen=True)
 class AttentionSemantics:
@@ -52,7 +55,7 @@ class AttentionSemanticsPass(ir.passes.InPlacePass):
 
     Requires: one GroupQueryAttention per layer, in order.
     Ensures: `local_window_size`, `scale` and `softcap` as in `semantics_of(config)`; a window no sequence can
-    reach (`max_seq_len`) is left out.
+    reach (`max_seq_len`) is left out; sizes of heads and rotary tables that the kernel takes.
     """
 
     def __init__(self, config: dict[str, Any], max_seq_len: int) -> None:
@@ -65,11 +68,30 @@ class AttentionSemanticsPass(ir.passes.InPlacePass):
         if len(nodes) != len(self.wanted):
             raise UnsupportedModelError(f"{len(nodes)} attention nodes for {len(self.wanted)} layers")
         for node, wanted in zip(nodes, self.wanted, strict=True):
+            _check_rotary(node)
             window = wanted.window if 0 < wanted.window < self.max_seq_len else -1
             node.attributes["local_window_size"] = ir.AttrInt64("local_window_size", window)
             node.attributes["scale"] = ir.AttrFloat32("scale", wanted.scale)
             node.attributes["softcap"] = ir.AttrFloat32("softcap", wanted.softcap)
         return ir.passes.PassResult(model, modified=True)
+
+
+def _check_rotary(node: ir.Node) -> None:
+    """Hold the sizes of a rotary embedding to what the kernel takes; it reads off its tables how much to rotate."""
+    told = node.attributes.pop("rotary_embedding_dim", None)
+    table, past = gqa.given(node, gqa.Input.COS), gqa.given(node, gqa.Input.PAST_KEY)
+    if table is None or table.shape is None or past is None or past.shape is None:
+        return
+    head, half = past.shape[3], table.shape[1]
+    if isinstance(head, int) and isinstance(half, int) and (head % _ROTARY_UNIT or 2 * half % _ROTARY_UNIT):
+        raise UnsupportedModelError(
+            f"attention heads of size {head}, of which {2 * half} are rotated, do not fit ONNX Runtime's attention; "
+            f"wanted multiples of {_ROTARY_UNIT}"
+        )
+    if told is not None and told.value not in (0, 2 * half):
+        raise UnsupportedModelError(
+            f"{told.value} entries of a head are rotated, and the rotary tables have {2 * half}"
+        )
 
 
 class LimitPositionsPass(ir.passes.InPlacePass):

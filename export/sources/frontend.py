@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
@@ -16,6 +16,16 @@ from via_sd.export.sources.weight_files import is_buffer
 
 if TYPE_CHECKING:
     import torch
+
+#: Ends of the names of an attention's output bias.
+_OUTPUT_BIASES = (".o_proj.bias", ".out_proj.bias", ".c_proj.bias", ".dense.bias", ".wo.bias")
+
+#: Types of models whose rotary embedding pairs neighbours, which the frontend does not know of them.
+_INTERLEAVED = ("ernie4_5",)
+#: Types of models that the frontend builds otherwise than transformers runs them.
+_BUILT_OTHERWISE = {
+    "hunyuan_v1_dense": "it normalises queries and keys before the rotary embedding, not behind it",
+}
 
 
 def build_graph(source: str, config: Any, tensors: Mapping[str, torch.Tensor]) -> ir.Model:
@@ -35,13 +45,15 @@ def build_graph(source: str, config: Any, tensors: Mapping[str, torch.Tensor]) -
     kind = str(config.model_type)
     if kind not in mobius.registry:
         raise UnsupportedModelError(f"mobius-onnx cannot build {source}: it has no model of type {kind}")
+    if kind in _BUILT_OTHERWISE:
+        raise UnsupportedModelError(f"mobius-onnx builds models of type {kind} wrong: {_BUILT_OTHERWISE[kind]}")
     # mobius draws progress bars of its own.
     with one_message(f"mobius-onnx cannot build {source}", UnsupportedModelError), _hidden_stderr():
         factory = mobius.registry.get(kind)
         task = mobius.registry.get_task(kind) or getattr(factory, "default_task", "text-generation")
         if task != "text-generation":
             raise UnsupportedModelError(f"{source} is not a causal language model (mobius-onnx builds it for {task})")
-        described = _describe(mobius, factory, kind, config)
+        described = _describe(mobius, factory, kind, config, tensors)
         module = factory(described)
         package = mobius.build_from_module(module, described, task, execution_provider="cpu")
     if "model" not in package:
@@ -60,12 +72,18 @@ def build_graph(source: str, config: Any, tensors: Mapping[str, torch.Tensor]) -
     return model
 
 
-def _describe(mobius: Any, factory: Any, kind: str, config: Any) -> Any:
-    """The configuration in the frontend's own terms, float32."""
+def _describe(mobius: Any, factory: Any, kind: str, config: Any, names: Iterable[str]) -> Any:
+    """The configuration in the frontend's own terms, float32, of a model whose weights are called `names`."""
     described = getattr(factory, "config_class", None)
     if described is None or described is mobius.ArchitectureConfig:
         described = mobius.registry.get_config_class(kind) or mobius.ArchitectureConfig
-    return dataclasses.replace(described.from_transformers(config, parent_config=config), dtype=ir.DataType.FLOAT)
+    found = dataclasses.replace(described.from_transformers(config, parent_config=config), dtype=ir.DataType.FLOAT)
+    if found.attn_o_bias and not any(name.endswith(_OUTPUT_BIASES) for name in names):
+        # `attention_bias` is about query, key and value alone in some families.
+        found = dataclasses.replace(found, attn_o_bias=False)
+    if kind in _INTERLEAVED:
+        found = dataclasses.replace(found, rope_interleave=True)
+    return found
 
 
 def _check_kept(source: str, graph: ir.Graph, placed: Mapping[str, torch.Tensor], stored: int) -> None:

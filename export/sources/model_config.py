@@ -66,6 +66,7 @@ _KNOWN = {
     "auto_map",
     "cache_implementation",
     "custom_pipelines",
+    "head_dim",
     "max_window_layers",
     "model_type",
     "num_labels",
@@ -140,7 +141,8 @@ def _check_layers(file: Path, raw: Mapping[str, Any], names: list[str]) -> None:
 
 def _unknown_keys(file: Path, raw: Mapping[str, Any], kind: type, resolved: Mapping[str, Any]) -> tuple[str, ...]:
     fields = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set(resolved)
-    known = fields | set(getattr(kind, "attribute_map", {})) | _KNOWN
+    names: Mapping[str, str] = getattr(kind, "attribute_map", {})  # of a field and what it is written as, or read
+    known = fields | names.keys() | set(names.values()) | _KNOWN
     unknown = {
         key: value
         for key, value in raw.items()

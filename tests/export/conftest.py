@@ -49,6 +49,7 @@ _YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 #: Family -> (configuration class, what differs from `_SHAPE`).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
@@ -72,6 +73,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3Config", {}),
     "gemma2": ("Gemma2Config", {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 24}),
     "gemma3": ("Gemma3TextConfig", {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 24}),
+    "gemma": ("GemmaConfig", {"head_dim": 16}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": WINDOW}),
+    "stablelm": ("StableLmConfig", {"num_attention_heads": 2, "num_key_value_heads": 1, "partial_rotary_factor": 0.5}),
+    "nemotron": ("NemotronConfig", {"head_dim": 32, "partial_rotary_factor": 0.5}),
+    "glm": ("GlmConfig", {"head_dim": 32, "partial_rotary_factor": 0.5}),
+    "glm4": ("Glm4Config", {"head_dim": 32, "partial_rotary_factor": 0.5}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 16}),
+    "seed-oss": ("SeedOssConfig", {"head_dim": 16}),
+    "arcee": ("ArceeConfig", {}),
+    "olmo": ("OlmoConfig", {}),
+    "ministral": ("MinistralConfig", {"head_dim": 16, "sliding_window": WINDOW}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3-moe": ("Qwen3MoeConfig", {**_EXPERTS, "head_dim": 32, "moe_intermediate_size": 64, "norm_topk_prob": True}),
+    "olmoe": ("OlmoeConfig", _EXPERTS),
+    "granite-moe": ("GraniteMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "hunyuan": ("HunYuanDenseV1Config", {"head_dim": 16}),
     "olmo2": ("Olmo2Config", {}),
     "cohere": ("CohereConfig", {}),
     "phi": ("PhiConfig", {}),
@@ -267,7 +284,8 @@ def reference_logits(
     for index in skip_attention:
         model.model.layers[index].self_attn.register_forward_hook(silence)
     for index in skip_mlp:
-        model.model.layers[index].mlp.register_forward_hook(silence)
+        layer = model.model.layers[index]
+        (layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe).register_forward_hook(silence)
     for index, moved in move.items():
         model.model.layers[index].register_forward_pre_hook(
             lambda _, inputs, moved=moved: (moved(inputs[0]), *inputs[1:])

@@ -16,7 +16,8 @@ from via_sd.export.sources.checkpoint import Checkpoint, open_checkpoint
 
 RIGHT = (
     "llama", "llama-untied", "llama-yarn", "qwen2", "qwen3", "mistral", "granite", "phi3", "phi3-window", "smollm3",
-    "gemma2", "gemma3",
+    "gemma", "gemma2", "gemma3", "starcoder2", "stablelm", "nemotron", "glm", "glm4", "ernie4_5", "seed-oss", "arcee",
+    "olmo", "ministral", "mixtral", "qwen3-moe", "olmoe", "granite-moe",
 )  # fmt: skip
 #: Post-norm layers, and attention beside the MLP: no chain of attention and MLP sublayers to prune.
 REFUSED = ("olmo2", "cohere", "phi")
@@ -56,6 +57,20 @@ def test_every_layer_is_an_attention_and_an_mlp_sublayer_in_order(family, lowere
 def test_a_family_whose_layers_are_no_chain_is_refused(family, checkpoint_of):
     with pytest.raises(UnsupportedModelError, match="sublayer"), open_checkpoint(checkpoint_of(family)):
         pass
+
+
+def test_a_family_that_the_frontend_builds_otherwise_is_refused(checkpoint_of):
+    with (
+        pytest.raises(UnsupportedModelError, match="hunyuan_v1_dense wrong: it normalises queries"),
+        open_checkpoint(checkpoint_of("hunyuan")),
+    ):
+        pass
+
+
+def test_heads_that_the_kernel_does_not_rotate_are_refused_by_their_size(tmp_path, new_checkpoint):
+    directory = new_checkpoint(tmp_path / "odd", "llama", head_dim=24)
+    with open_checkpoint(directory) as checkpoint, pytest.raises(UnsupportedModelError, match="heads of size 24"):
+        lower(checkpoint.model, checkpoint.config, 64)
 
 
 @pytest.mark.parametrize("family", ["mistral", "phi3-window", "gemma2", "gemma3"])

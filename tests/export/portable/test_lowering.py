@@ -18,6 +18,7 @@ from via_sd.masks import Mask
 FAMILIES = (
     "llama", "llama-untied", "llama-yarn", "qwen2", "qwen3", "mistral", "granite", "phi3", "smollm3", "gemma2",
     "gemma3",
+    "glm4",
 )  # fmt: skip
 CAPACITY, VOCABULARY, HIDDEN = 128, 320, 64
 LAYERS = 4
