@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from via_sd.export.passes import AttentionSemanticsPass, QuantizePass
+from via_sd.export.passes import AttentionSemanticsPass, QuantizePass, constant_products
 from via_sd.export.sources.checkpoint import open_checkpoint
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -39,7 +39,7 @@ def write_genai(
         _dress(model.graph)
         tied = _untie(model.graph)
         if bits is not None:
-            QuantizePass(bits)(model)
+            QuantizePass(bits, only=list(constant_products(model.graph)))(model)  # an embedding stays in float32
         if tied:
             _read_from_head(model.graph, bits)
         change(model)
