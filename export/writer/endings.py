@@ -68,7 +68,14 @@ def end_of_turn(
         return None
     before, _, after = text.rpartition(_ANSWER)
     added = tokenizer.get_added_tokens_decoder()
-    found = [index for index in tokenizer.encode(after, add_special_tokens=False).ids if index in added]
+    try:
+        ids = tokenizer.encode(after, add_special_tokens=False).ids
+    except (TypeError, UnicodeEncodeError):  # what the library says of a text that has no UTF-8
+        raise ExportError(
+            f"{source}: the chat template writes half a surrogate pair, which is no character; repair it, or give "
+            "another with --chat-template"
+        ) from None
+    found = [index for index in ids if index in added]
     if not before or not found:
         _warn(
             f"{source}: the chat template ends an assistant's turn without a token of its own; an answer ends only at "

@@ -20,6 +20,7 @@ from via_sd.runtime.decoding.logits_processors import (
     SuppressTokens,
 )
 from via_sd.runtime.generation.grammar import GrammarCompiler
+from via_sd.runtime.generation.text import encode_text
 
 #: The rules of a model that are options of a request too.
 _OPTIONS = ("suppress_tokens", "no_repeat_ngram_size", "min_new_tokens")
@@ -91,7 +92,7 @@ class TokenControl:
         found: list[list[int]] = []
         for word in config.bad_words:
             for text in (word, f" {word.lstrip(' ')}"):
-                tokens = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+                tokens = encode_text(self._tokenizer, text, "a bad word")
                 if tokens and tokens not in found:
                     found.append(tokens)
         return found

@@ -36,7 +36,7 @@ from via_sd.runtime.generation.prompts import PROMPT_OPTIONS, Prompt, PromptEnco
 from via_sd.runtime.generation.resolve import costs_of, resolve, router_for
 from via_sd.runtime.generation.scoring import Score, score_tokens
 from via_sd.runtime.generation.stream import CompletionStream, finish_all
-from via_sd.runtime.generation.text import Detokenizer
+from via_sd.runtime.generation.text import Detokenizer, encode_text
 
 
 class Pipeline:
@@ -305,11 +305,7 @@ class Pipeline:
             raise RequestError(f"tier {tier!r} is not known; this bundle's are {', '.join(self.verifier.tiers)}")
         before = self.encode(context, raw=True) if context else []
         if isinstance(text, str):
-            ids = (
-                list(self.tokenizer.encode(text, add_special_tokens=False).ids)
-                if before
-                else self.encode(text, raw=True)
-            )
+            ids = encode_text(self.tokenizer, text, "the text") if before else self.encode(text, raw=True)
         else:
             ids = list(text)
         tokens, start = [*before, *ids], max(1, len(before))

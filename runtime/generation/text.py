@@ -7,7 +7,21 @@ from functools import partial
 
 from tokenizers import Tokenizer
 
+from via_sd.errors import RequestError
+
 _UNKNOWN = "\ufffd"  # what a decoder makes of bytes that are no character (yet)
+
+
+def encode_text(tokenizer: Tokenizer, text: str, what: str) -> list[int]:
+    """Token ids of a text without special tokens.
+
+    Raises:
+        RequestError: it has no UTF-8; the message calls it `what`.
+    """
+    try:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+    except (TypeError, UnicodeEncodeError):  # what the library says of such a text
+        raise RequestError(f"{what} holds half a surrogate pair, which is no character; remove it") from None
 
 
 class Detokenizer:

@@ -93,6 +93,13 @@ def test_the_templates_own_file_counts_before_configurations_and_a_given_one_bef
     assert export_tokenizer(source, target, {}, tmp_path / "given.jinja")["chat_template"] == "given"
 
 
+@pytest.mark.parametrize("template", ["{{ messages[-1].content }}\ud800", "{{ messages[-1].content }}{{ '\\ud800' }}"])
+def test_a_template_that_writes_half_a_surrogate_pair_is_refused(template, source, target):
+    change(source / "tokenizer_config.json", chat_template=template)
+    with pytest.raises(ExportError, match=r"half a surrogate pair.*--chat-template"):
+        export_tokenizer(source, target, {})
+
+
 def test_several_templates_keep_their_names(source, target):
     several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "the default"}]
     change(source / "tokenizer_config.json", chat_template=several)

@@ -74,3 +74,14 @@ def test_scoring_and_decoding_take_turns(tmp_path: Path) -> None:
 def test_what_cannot_be_scored_is_refused(text: Any, options: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=says):
         table_pipeline(TableEngine(hashed_logits(6), 6, 32), tmp_path).score(text, **options)
+
+
+def test_texts_and_bad_words_with_half_a_surrogate_pair_are_refused(
+    tiny_pipelines: dict[str, WatchedPipeline],
+) -> None:
+    pipeline = tiny_pipelines["ngram"]
+    with pytest.raises(RequestError, match="the text holds half a surrogate pair"):
+        pipeline.score("a\ud800", context="The")
+    with pytest.raises(RequestError, match="a bad word holds half a surrogate pair"):
+        pipeline.generate("The", bad_words=("\udcff",), max_new_tokens=2)
+    assert pipeline.generate("The", max_new_tokens=2).token_ids
