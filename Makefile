@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 # make demo PIP_TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
 PIP_TORCH ?= torch==2.13.0
 
-.PHONY: help setup demo test test-all test-long lint types docs clean
+.PHONY: help setup demo test test-all test-long lint types docs lock sbom clean
 
 help:
 	@echo "make demo       set up, fetch SmolLM2-135M, export it, generate in every mode, compare the modes"
@@ -15,6 +15,8 @@ help:
 	@echo "make test-long  the tests that take minutes or fetch larger models"
 	@echo "make lint types ruff, contracts between packages, mypy"
 	@echo "make docs       build the documentation into build/site"
+	@echo "make lock       renew requirements/ci.txt: every package that the tests run with, with hashes"
+	@echo "make sbom       write the software bill of materials of a release to build/sbom.json"
 
 setup: $(VENV)/.ready
 
@@ -49,6 +51,20 @@ types: setup
 docs: setup
 	$(BIN)/sphinx-build -q -E -W --keep-going docs build/site
 	@echo "open build/site/index.html"
+
+# The versions of Python and torch are those of .ci/run. Install with: pip install --require-hashes -r requirements/ci.txt
+LOCK = $(BIN)/uv pip compile -q --upgrade --generate-hashes --python-version 3.11 --no-header --no-annotate pyproject.toml
+RELEASED := $(foreach extra,cpu export grammar search polygraphy triton,--extra $(extra))
+
+lock: setup
+	$(BIN)/python -m pip install -q uv
+	echo "torch==2.13.0" | $(LOCK) $(RELEASED) --extra tensorrt-rtx --extra dev --extra docs -c - -o requirements/ci.txt
+
+sbom: setup
+	$(BIN)/python -m pip install -q uv cyclonedx-bom
+	mkdir -p build
+	$(LOCK) $(RELEASED) -o build/release.txt
+	$(BIN)/cyclonedx-py requirements build/release.txt --pyproject pyproject.toml --output-reproducible -o build/sbom.json
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,19 +21,6 @@ from tools.benchmarks.fuzz.runner import Reader, fuzz, mutated
 from via_sd.errors import MaskError
 
 SLOW = ("gguf", "safetensors")
-
-
-@pytest.fixture(scope="module")
-def models(tiny_checkpoint, tiny_bundle, tiny_masks, tmp_path_factory) -> Path:
-    """The tiny models of the tests, where the command looks for them."""
-    from tests.support.gguf_files import write_gguf
-
-    root = tmp_path_factory.mktemp("models")
-    shutil.copytree(tiny_checkpoint, root / "checkpoint")
-    shutil.copytree(tiny_bundle, root / "bundle")
-    shutil.copytree(tiny_masks[0].parent, root / "masks")
-    write_gguf(tiny_checkpoint, root / "model.gguf")
-    return root
 
 
 @pytest.mark.parametrize(

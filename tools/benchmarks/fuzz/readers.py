@@ -233,7 +233,7 @@ def request(models: Path) -> Reader:
         try:
             data = json.loads((folder / "request.json").read_bytes())
             named = {name: array(kinds.get(name), given) for name, given in data["inputs"].items()}
-            parameters = dict(data["parameters"])
+            parameters = {str(name): value for name, value in data["parameters"].items()}
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
             return  # Triton itself refuses what is no request
         tensors = {name: values for name, values in named.items() if values is not None}
