@@ -13,8 +13,9 @@ from tests.support import ROOT
 
 @pytest.mark.parametrize(("command", "moments"), [("triton", 2), ("export", 1)])
 def test_a_killed_command_is_run_again_to_the_same_result(command, moments, models):
+    arguments = [command, "--moments", str(moments), "--models", str(models)]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tools.benchmarks.kills", command, "--moments", f"{moments}", "--models", models],
+        [sys.executable, "-W", "ignore", "-m", "tools.benchmarks.kills", *arguments],
         capture_output=True, text=True, cwd=ROOT, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
