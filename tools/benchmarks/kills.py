@@ -57,12 +57,14 @@ class Killed:
         prepare: fills that folder.
         result: what it writes, by the path in the folder.
         ignored: names (ends) of written files that two runs make differently, and that are not compared.
+        kept: files that stay on purpose when it is ended: what was evaluated, and what was complete.
     """
 
     arguments: Callable[[Path], Sequence[object]]
     prepare: Callable[[Path, Path], None]
     result: str
     ignored: tuple[str, ...] = ()
+    kept: frozenset[str] = frozenset()
 
 
 def _nothing(models: Path, folder: Path) -> None:
@@ -94,6 +96,7 @@ def commands(models: Path) -> dict[str, Killed]:
             _prompts,
             "",
             (".png",),
+            frozenset(("mask.json", "mask.search.jsonl", "mask.png")),
         ),
         "calibrate": Killed(
             lambda f: (
@@ -144,7 +147,7 @@ def try_kills(killed: Killed, models: Path, work: Path, moments: int, seed: int)
             before = _names(folder)
             code, _, said = _run(killed.arguments(folder), scratch, moment, ending)
             counts.ended_before += code == 0
-            left = sorted(_names(folder) - before - {"mask.search.jsonl"}) + sorted(_names(scratch) - theirs)
+            left = sorted(_names(folder) - before - killed.kept) + sorted(_names(scratch) - theirs)
             if ending == signal.SIGTERM and code not in (0, -ending) and left:
                 counts.wrong.append(f"{label}: left {', '.join(left[:3])}")
             if "Traceback" in said:
