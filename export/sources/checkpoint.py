@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 import logging
 import warnings
@@ -151,10 +152,14 @@ def _checkpoint(
 
 
 def _check_packages() -> None:
-    try:
-        import mobius  # noqa: F401 - named here rather than where it is first used
-    except ImportError as error:
-        raise ExportError(f"exporting needs more packages ({error}): pip install 'via-sd-export[export]'") from None
+    """They are looked for, not imported: that takes seconds, and a path with nothing there is refused at once."""
+    for name in ("mobius", "torch", "transformers"):
+        try:
+            found = importlib.util.find_spec(name) is not None
+        except ImportError:
+            found = False
+        if not found:
+            raise ExportError(f"exporting needs {name}, which is not installed: pip install 'via-sd-export[export]'")
 
 
 def identify(model: ir.Model, config: dict[str, Any]) -> ModelIdentity:

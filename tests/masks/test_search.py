@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -46,9 +47,10 @@ def skipped(mask: Mask) -> list[int]:
     return [layer for layer, keep in enumerate(mask.keep_mlp) if not keep]
 
 
-def first_at(result: SearchResult) -> int:
-    """Evaluations until the best mask was found."""
-    return next(i for i, r in enumerate(result.records, 1) if r.cost == result.cost and r.kind != "probe")
+@functools.cache
+def uninterrupted(refine: bool = True) -> SearchResult:
+    """A search that several tests interrupt and compare with."""
+    return search(Analytic(), skip_ratio=RATIO, iterations=80, refine=refine)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -163,7 +165,7 @@ class Interrupted(Analytic):
 def test_a_search_that_is_resumed_ends_as_one_that_was_not_interrupted(
     tmp_path: Path, after: int, refine: bool
 ) -> None:
-    whole = search(Analytic(), skip_ratio=RATIO, iterations=80, refine=refine)
+    whole = uninterrupted(refine)
     state = tmp_path / "state.jsonl"
     with pytest.raises(KeyboardInterrupt):
         search(Interrupted(after), skip_ratio=RATIO, iterations=80, refine=refine, state=state)
@@ -205,7 +207,7 @@ def test_a_search_that_was_killed_is_resumed_even_with_half_a_line_written(tmp_p
     rest = Analytic()
     resumed = search(rest, skip_ratio=RATIO, iterations=80, state=state, resume=True)
     assert len(rest.masks) == 80 - 33
-    assert resumed.records == search(Analytic(), skip_ratio=RATIO, iterations=80).records
+    assert resumed.records == uninterrupted().records
 
 
 def test_an_unfinished_search_is_not_overwritten_by_a_new_one(tmp_path: Path) -> None:

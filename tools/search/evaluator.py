@@ -59,15 +59,7 @@ def load_search_model(verifier: str | Path, *, threads: int | None = None) -> Se
         SearchError: nothing usable at `verifier`, with the exporter's reason.
     """
     with scratch_directory("via-sd-search-") as directory:
-        command = [sys.executable, "-m", "via_sd.tools.search.graph", str(verifier), str(directory)]
-        built = subprocess.run(command, capture_output=True, text=True, check=False)
-        if built.returncode:
-            reason = built.stderr.strip() or f"building the search graph ended with exit code {built.returncode}"
-            if built.returncode == REFUSED:
-                raise SearchError(reason)
-            last = reason.splitlines()[-1]
-            hint = "; pip install 'via-sd-export[export]'" if last.startswith("ModuleNotFoundError") else ""
-            raise SearchError(f"the search graph could not be built: {last}{hint}")
+        build_apart(str(verifier), directory)
         description = read_json(directory / DESCRIPTION_FILE)
         # Once loaded the session needs no file: the weights are mapped or packed.
         return SearchModel(
@@ -79,6 +71,19 @@ def load_search_model(verifier: str | Path, *, threads: int | None = None) -> Se
             tokenizer=Tokenizer.from_file(description["tokenizer_file"]),
             tokenizer_description=description["tokenizer"],
         )
+
+
+def build_apart(verifier: str, directory: Path) -> None:
+    """Write the search graph to `directory` in a process of its own (see `via_sd.tools.search.graph`)."""
+    command = [sys.executable, "-m", "via_sd.tools.search.graph", verifier, str(directory)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    if built.returncode:
+        reason = built.stderr.strip() or f"building the search graph ended with exit code {built.returncode}"
+        if built.returncode == REFUSED:
+            raise SearchError(reason)
+        last = reason.splitlines()[-1]
+        hint = "; pip install 'via-sd-export[export]'" if last.startswith("ModuleNotFoundError") else ""
+        raise SearchError(f"the search graph could not be built: {last}{hint}")
 
 
 def greedy_texts(

@@ -24,7 +24,9 @@ from via_sd.export.writer.stepper import Stepper
 from via_sd.masks import Mask, write_mask
 from via_sd.progress import no_progress
 from via_sd.runtime import Pipeline
+from via_sd.tools.search import evaluator
 from via_sd.tools.search.evaluator import load_search_model
+from via_sd.tools.search.graph import build as build_search_graph
 
 CAPACITY = 96
 SLIM = Mask.from_flags((True, False, False, True), (True, True, False, False), name="slim")
@@ -342,7 +344,8 @@ def test_a_quantised_drafter_wants_a_bundle_of_its_precision(tiny_checkpoint, tm
 
 
 @pytest.mark.parametrize("bits", [None, 4])
-def test_a_search_runs_it_as_it_is(bits, decoders, checkpoint_of):
+def test_a_search_runs_it_as_it_is(bits, decoders, checkpoint_of, monkeypatch):
+    monkeypatch.setattr(evaluator, "build_apart", build_search_graph)  # the tests of the search start the process
     found = load_search_model(decoders("llama", bits), threads=1)
     assert found.precision == ("fp32" if bits is None else "int4")
     greedy = found.session.greedy(list(range(20)), 24, frozenset())

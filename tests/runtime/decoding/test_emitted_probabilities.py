@@ -1,6 +1,6 @@
 """At temperature > 0 exact modes emit the full verifier's processed distribution, whoever drafts; `routed` is off it.
 
-Each case draws about 20,000 tokens from a Markov chain over six tokens, so that every conditional distribution is
+Each case draws about 8,000 tokens from a Markov chain over six tokens, so that every conditional distribution is
 sampled often. The same data has to reject distributions that are 3 % away, and broken acceptance tests have to be
 found out.
 """
@@ -25,7 +25,7 @@ from via_sd.runtime.decoding.verification import acceptance as real_acceptance
 
 VOCAB = 6
 CAPACITY = 208
-TEXTS = 100
+TEXTS = 40
 #: A false alarm in one case in ten thousand; seeds are fixed, so it stays the same until the algorithm changes.
 ALPHA = 1e-4
 LOGITS: LogitsTable = markov_logits(VOCAB, sharpness=0.9, slim=0.5, deep=0.8)

@@ -24,7 +24,7 @@ TIGHTENING = st.sampled_from((1.0, 0.5, 0.25, 1 / 64))
 
 
 @given(row=ROWS, token=st.integers(0, VOCAB - 1), alpha1=ALPHAS, alpha2=ALPHAS, tightening=TIGHTENING)
-@settings(max_examples=2000, derandomize=True, deadline=None)
+@settings(max_examples=400, derandomize=True, deadline=None)
 def test_the_gates_are_the_formulas_of_the_paper(
     row: list[float], token: int, alpha1: float, alpha2: float, tightening: float
 ) -> None:
@@ -60,7 +60,7 @@ def test_thresholds_out_of_range_are_refused(bad: dict[str, float]) -> None:
 
 
 @given(row=ROWS, token=st.integers(0, VOCAB - 1), margin=st.floats(0, 50), tightening=TIGHTENING)
-@settings(max_examples=1000, derandomize=True, deadline=None)
+@settings(max_examples=300, derandomize=True, deadline=None)
 def test_slims_best_token_stands_where_it_leads_by_the_margin(
     row: list[float], token: int, margin: float, tightening: float
 ) -> None:
@@ -130,7 +130,7 @@ def test_the_calibrated_router_is_refused_where_nothing_was_calibrated(tmp_path:
 
 
 @given(blocks=st.lists(st.lists(st.sampled_from((0.0, 0.3, 1.0)), max_size=8), max_size=40), limit=st.floats(0, 1))
-@settings(max_examples=500, derandomize=True, deadline=None)
+@settings(max_examples=200, derandomize=True, deadline=None)
 def test_the_guard_follows_the_average_over_the_tokens_audited_last(blocks: list[list[float]], limit: float) -> None:
     guard, expected = DivergenceGuard(limit, memory=16), 1.0
     history: list[float] = []

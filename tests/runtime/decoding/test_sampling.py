@@ -71,7 +71,7 @@ def test_the_greedy_token_is_the_likeliest_at_any_temperature(
 
 
 @given(probabilities=WEIGHTS, u=st.one_of(st.floats(0, 1, exclude_max=True), st.just(1 - 2**-53)))
-@settings(max_examples=1000, derandomize=True, deadline=None)
+@settings(max_examples=300, derandomize=True, deadline=None)
 def test_a_draw_is_the_quantile_of_its_number_and_never_impossible(probabilities: list[float], u: float) -> None:
     assume(sum(probabilities) > 0)
     weights = np.array(probabilities) / sum(probabilities)
@@ -98,7 +98,7 @@ def test_draws_follow_their_probabilities() -> None:
 
 
 @given(target=WEIGHTS, proposal=st.one_of(st.none(), WEIGHTS), token=st.integers(0, VOCAB - 1))
-@settings(max_examples=1000, derandomize=True, deadline=None)
+@settings(max_examples=300, derandomize=True, deadline=None)
 def test_keeping_or_replacing_a_draft_adds_up_to_the_target(
     target: list[float], proposal: list[float] | None, token: int
 ) -> None:

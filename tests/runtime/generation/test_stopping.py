@@ -71,7 +71,7 @@ def cut_at(text: str, stops: Sequence[str]) -> tuple[str, int | None]:
 
 
 @given(data=st.data(), split=split_texts())
-@settings(max_examples=1500, derandomize=True, deadline=None)
+@settings(max_examples=500, derandomize=True, deadline=None)
 def test_text_ends_before_the_first_stop_string_however_it_is_split(
     data: st.DataObject, split: tuple[str, list[bytes]]
 ) -> None:

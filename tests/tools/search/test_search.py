@@ -20,6 +20,7 @@ from tools.benchmarks.search_bench.cache import EvaluationCache, OutOfTimeError
 from via_sd.masks import DistributionEvaluator, Evaluation, Mask, forward_kl, read_mask, via_cost
 from via_sd.tools.search.evaluator import SearchModel, load_search_model, open_evaluator
 from via_sd.tools.search.front import drafter_distributions
+from via_sd.tools.search.graph import build
 from via_sd.tools.search.masked_text import MaskedText
 from via_sd.tools.search.text import ScoringText
 
@@ -151,8 +152,9 @@ def test_the_ngram_drafters_proposals_stand_at_the_positions_after_which_it_make
 
 
 def test_evaluations_on_disk_are_not_made_again_and_what_a_kill_left_of_one_is_cut_off(
-    tiny_checkpoint: Path, tmp_path: Path
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("via_sd.tools.search.evaluator.build_apart", build)  # the command's own tests start the process
     first, second = random_masks(2)
     costs = EvaluationCache(tiny_checkpoint, tmp_path, ["abc abc"], 40, threads=2).entry(first)
     assert costs.costs.keys() == {"via", "via-flipped", "kl"}
