@@ -72,7 +72,7 @@ def is_onnx_directory(directory: Path) -> bool:
 def open_checkpoint(source: str | Path, progress: Progress = no_progress) -> Iterator[Checkpoint]:
     """The checkpoint at `source`: a Hugging Face directory, a GGUF file, a hub id, or a directory with an ONNX decoder.
 
-    What kind of file it is, and that all of it is used, is settled before any work (see `docs/sources.md`).
+    What kind of file it is, and that all of it is used, is checked before any work (see `docs/sources.md`).
 
     Raises:
         ExportError: nothing usable at `source`, a damaged file, or one of which something would be left out.

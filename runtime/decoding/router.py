@@ -117,7 +117,7 @@ class RouterMargins:
     def __post_init__(self) -> None:
         shares = (self.max_divergence, *self.margins)
         if not all(0 <= share <= 1 for share in shares) or not all(map(math.isfinite, self.margins.values())):
-            raise ValueError("a router of shares or margins that are none")
+            raise ValueError("a router has a share outside 0 to 1, or a margin that is not finite")
 
     def gate(self, max_divergence: float) -> MarginGate:
         """The gate for the largest share measured that is within `max_divergence`; shut where there is none."""

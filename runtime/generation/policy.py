@@ -34,7 +34,7 @@ class Policy:
         if self.auto["mode"] not in MODES or self.exact not in EXACT_MODES:
             raise ValueError(f"modes {self.auto['mode']!r} and {self.exact!r}")
         if self.auto.get("router") == CALIBRATED and self.router is None:
-            raise ValueError("auto goes by a calibrated router, and there is none")
+            raise ValueError("auto uses a calibrated router, but the policy has no margins")
         curves = [curve for curve in (self.full_cost, self.slim_cost) if curve is not None]
         costs = [
             *(cost for curve in curves for cost in curve.values()),

@@ -39,7 +39,7 @@ class TritonPythonModel:
     """One instance: loads its bundle, takes requests as they come, and answers each when it is done."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Loads the bundle that `config.pbtxt` names; what is wrong becomes the reason the model does not load."""
+        """Loads the bundle that `config.pbtxt` names; an error becomes the reason why it does not load."""
         _end_with_server(os.getppid())
         parameters = _Parameters(json.loads(args["model_config"])["parameters"])
         _check_contract(parameters)

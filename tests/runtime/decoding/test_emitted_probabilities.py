@@ -105,7 +105,9 @@ def sample(
     ("mode", "kind", "processing"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in EVERY_OTHER_CASE)],
 )
-def test_an_exact_mode_emits_the_processed_law_of_full(mode: str, kind: str, processing: str, tmp_path: Path) -> None:
+def test_an_exact_mode_emits_the_processed_probabilities_of_full(
+    mode: str, kind: str, processing: str, tmp_path: Path
+) -> None:
     pipeline = build(kind, tmp_path)
     tally = sample(pipeline, mode, PROCESSING[processing])
     assert tally.impossible == 0
@@ -127,7 +129,7 @@ def test_a_penalty_counts_the_tokens_of_the_block_itself(mode: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("mode", ["speculative", "cascade"])
-def test_nothing_is_rejected_where_the_lower_tiers_have_the_law_of_full(mode: str, tmp_path: Path) -> None:
+def test_nothing_is_rejected_where_the_lower_tiers_have_the_probabilities_of_full(mode: str, tmp_path: Path) -> None:
     # Any acceptance test that keeps the distribution of full would do; the right one keeps as much as can be kept.
     logits = markov_logits(VOCAB, sharpness=0.9, slim=0.0)
     engine = TableEngine(lambda tier, *at: logits("full", *at), VOCAB, CAPACITY)
@@ -141,7 +143,7 @@ def test_nothing_is_rejected_where_the_lower_tiers_have_the_law_of_full(mode: st
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("plain", "ngram"), ("speculative", "model"), ("cascade", "mask")])
-def test_the_first_tokens_of_a_text_follow_the_joint_law(mode: str, kind: str, tmp_path: Path) -> None:
+def test_the_first_tokens_of_a_text_follow_the_joint_probabilities(mode: str, kind: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"temperature": 1.1, "top_k": 4, "repetition_penalty": 1.2}
     params = GenerationConfig(**options)
     pipeline = build(kind, tmp_path)
