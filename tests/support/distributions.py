@@ -69,9 +69,9 @@ class Tally:
         for cell, observed in self._observed.items():
             expected = self._expected[cell]
             likeliest, total = expected.argmax(), expected.sum()
-            if shift:
-                move = min(shift * total, total - expected[likeliest])
-                expected = expected * (1 - move / (total - expected[likeliest]))
+            room = total - expected[likeliest]
+            if shift and room > 0:
+                expected = expected * (1 - min(shift * total, room) / room)
                 expected[likeliest] = total - np.delete(expected, likeliest).sum()
             few = expected < 5
             o = [*observed[~few], observed[few].sum()]
