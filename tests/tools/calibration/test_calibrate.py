@@ -186,8 +186,8 @@ def test_the_policy_s_mode_gives_the_text_that_mode_gives(bundle):
         (lambda data: {**data, "costs": {**data["costs"], "full": {"1": 1.0}}}, "costs"),
         (lambda data: {**data, "costs": {**data["costs"], "slim": "x"}}, "costs.slim is 'x', wanted an object"),
         (lambda data: {**data, "router": {"margins": {"0.1": 2}}}, "damaged"),
-        (lambda data: {**data, "router": {"max_divergence": 7, "margins": {}}}, "shares"),
-        (lambda data: {**data, "router": None, "auto": {"mode": "routed", "router": "calibrated"}}, "there is none"),
+        (lambda data: {**data, "router": {"max_divergence": 7, "margins": {}}}, "a share outside 0 to 1"),
+        (lambda data: {**data, "router": None, "auto": {"mode": "routed", "router": "calibrated"}}, "has no margins"),
         (lambda data: {**data, "router": {"max_divergence": 0.1, "margins": {"0.1": "wide"}}}, "wide"),
     ],
     ids=[
