@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock
+
 from via_sd.errors import ViaSdError
 from via_sd.files import whole_directory
 from via_sd.tools.demo.packaged_models import cache_directory
@@ -131,14 +133,11 @@ def _fetch_numpy(folder: Path) -> None:
 
 def _make_once(root: Path, fill: Callable[[Path], None]) -> None:
     """Make the folder `root` with what `fill` puts into it, unless it is there already."""
-    if root.is_dir():
-        return
-    try:
-        with whole_directory(root) as fresh:
-            fill(fresh)
-    except OSError:
-        if not root.is_dir():  # else another process was faster
-            raise
+    root.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(root.with_name(f".{root.name}.lock")):  # another process that makes it is waited for
+        if not root.is_dir():
+            with whole_directory(root) as fresh:
+                fill(fresh)
 
 
 def _python() -> str:
