@@ -4,7 +4,7 @@ from via_sd.errors import MaskError
 from via_sd.masks.delta import Delta, LookupDistributions, delta_criterion
 from via_sd.masks.distributions import CompactDistributions
 from via_sd.masks.evaluator import DistributionEvaluator, Evaluation, Evaluator, MaskedModel
-from via_sd.masks.ledger import Record, improvements, refuse_unfinished
+from via_sd.masks.ledger import Record, improvements, recorded_settings, refuse_unfinished
 from via_sd.masks.mask import (
     HEAD_STATES,
     QUANTISED_STATES,
@@ -28,7 +28,10 @@ from via_sd.masks.objective import (
     via_cost,
 )
 from via_sd.masks.search import SearchResult, search
-from via_sd.masks.space import Granularity, Space
+from via_sd.masks.space import Granularity, Masks, Space
+from via_sd.masks.state_space import SEARCHED_STATES, StateSpace
+from via_sd.masks.step_costs import StepCosts
+from via_sd.masks.within import search_within
 
 __all__ = [
     "DEFAULT_ALPHA",
@@ -38,6 +41,7 @@ __all__ = [
     "OBJECTIVES",
     "QUANTISED_STATES",
     "SCHEMA",
+    "SEARCHED_STATES",
     "SUBLAYER_STATES",
     "CompactDistributions",
     "Delta",
@@ -51,12 +55,15 @@ __all__ = [
     "MaskError",
     "MaskFormat",
     "MaskedModel",
+    "Masks",
     "ModelIdentity",
     "Objective",
     "QuantisedState",
     "Record",
     "SearchResult",
     "Space",
+    "StateSpace",
+    "StepCosts",
     "SublayerState",
     "delta_criterion",
     "flipped_via_cost",
@@ -65,8 +72,10 @@ __all__ = [
     "objective_by_name",
     "parse_mask",
     "read_mask",
+    "recorded_settings",
     "refuse_unfinished",
     "search",
+    "search_within",
     "via_cost",
     "write_mask",
 ]

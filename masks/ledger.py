@@ -17,10 +17,10 @@ from typing import Any, TextIO
 from via_sd.errors import MaskError
 from via_sd.files import write_whole
 from via_sd.masks.evaluator import Evaluator
-from via_sd.masks.space import Selection, Space
+from via_sd.masks.space import Masks, Selection
 
 FORMAT = "via-sd-search"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Record:
 
     Attributes:
         kind: why it was made (`random`, `bayes`, `probe`, …).
-        skipped: units the mask skips, ascending.
+        selection: what the mask does otherwise than full, see the space; ascending.
         cost, agreement: see `Evaluation`.
     """
 
     kind: str
-    skipped: Selection
+    selection: Selection
     cost: float
     agreement: float
 
@@ -63,7 +63,7 @@ class Ledger:
     def __init__(
         self,
         evaluator: Evaluator,
-        space: Space,
+        space: Masks,
         limit: int,
         settings: Mapping[str, Any],
         *,
@@ -94,19 +94,19 @@ class Ledger:
         return self.limit - len(self.records)
 
     def cost(self, selection: Collection[int], kind: str) -> float:
-        """Cost of skipping the units in `selection`.
+        """Cost of the mask that `selection` makes.
 
         Raises:
             BudgetSpentError: it was not evaluated before and no evaluation is left.
         """
-        skipped = tuple(sorted(selection))
-        if skipped in self._known:
-            return self._known[skipped].cost
+        chosen = tuple(sorted(selection))
+        if chosen in self._known:
+            return self._known[chosen].cost
         if not self.left:
             raise BudgetSpentError
-        record = self._next(skipped, kind)
+        record = self._next(chosen, kind)
         self.records.append(record)
-        self._known[skipped] = record
+        self._known[chosen] = record
         self._progress(record)
         return record.cost
 
@@ -114,12 +114,12 @@ class Ledger:
         return tuple(sorted(selection)) in self._known
 
     def best(self) -> Record:
-        """The cheapest mask that skips the whole budget; of equals the one that agrees most, then the first."""
+        """The cheapest complete mask; of equals the one that agrees most, then the first."""
         return min(self.complete(), key=lambda record: (record.cost, -record.agreement))
 
     def complete(self) -> list[Record]:
-        """The evaluations that skip the whole budget, in order."""
-        return [record for record in self.records if len(record.skipped) == self.space.budget]
+        """The evaluations of masks that are complete, see `Masks.is_complete`, in order."""
+        return [record for record in self.records if self.space.is_complete(record.selection)]
 
     def close(self, *, finished: bool) -> None:
         """Close the file; a finished ledger may be overwritten by the next search."""
@@ -129,17 +129,17 @@ class Ledger:
             self._file.close()
             self._file = None
 
-    def _next(self, skipped: Selection, kind: str) -> Record:
+    def _next(self, selection: Selection, kind: str) -> Record:
         if len(self.records) < len(self._recorded):
             record = self._recorded[len(self.records)]
-            if (record.skipped, record.kind) != (skipped, kind):
+            if (record.selection, record.kind) != (selection, kind):
                 raise MaskError(
-                    f"evaluation {len(self.records)} of the search is {record.kind} {record.skipped}, this "
-                    f"search asks for {kind} {skipped}: another release made it; start again without --resume"
+                    f"evaluation {len(self.records)} of the search is {record.kind} {record.selection}, this "
+                    f"search asks for {kind} {selection}: another release made it; start again without --resume"
                 )
             return record
-        evaluation = self._evaluator.evaluate(self.space.mask(skipped))
-        record = Record(kind, skipped, evaluation.cost, evaluation.agreement)
+        evaluation = self._evaluator.evaluate(self.space.mask(selection))
+        record = Record(kind, selection, evaluation.cost, evaluation.agreement)
         self._write(asdict(record))
         return record
 
@@ -150,7 +150,7 @@ class Ledger:
         if lines and resume:
             _check_header(path, lines[0], header)
             self._recorded = [
-                Record(line["kind"], tuple(line["skipped"]), line["cost"], line["agreement"])
+                Record(line["kind"], tuple(line["selection"]), line["cost"], line["agreement"])
                 for line in lines[1:]
                 if "kind" in line
             ]
@@ -170,13 +170,20 @@ class Ledger:
             os.fsync(self._file.fileno())
 
 
-def improvements(records: Iterable[Record], budget: int) -> Iterator[tuple[int, Record]]:
-    """Every evaluation that was the best so far of those that skip the whole `budget`, with its number from 1 on."""
+def improvements(records: Iterable[Record], space: Masks) -> Iterator[tuple[int, Record]]:
+    """Every evaluation that was the best so far of the complete masks of `space`, with its number from 1 on."""
     best = float("inf")
     for number, record in enumerate(records, start=1):
-        if len(record.skipped) == budget and record.cost < best:
+        if space.is_complete(record.selection) and record.cost < best:
             best = record.cost
             yield number, record
+
+
+def recorded_settings(path: Path) -> dict[str, Any]:
+    """The settings of the search in `path`; none if there is no such file. Raises `MaskError` for another file."""
+    _, lines = _read(path)
+    settings = lines[0].get("settings") if lines else None
+    return settings if isinstance(settings, dict) else {}
 
 
 def refuse_unfinished(path: Path) -> None:

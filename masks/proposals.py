@@ -56,7 +56,7 @@ def bayesian_proposals(space: Space, records: Sequence[Record], random: np.rando
     )
     study = optuna.create_study(sampler=sampler)
     for record in records:
-        skipped = {str(unit): int(unit in record.skipped) for unit in range(space.size)}
+        skipped = {str(unit): int(unit in record.selection) for unit in range(space.size)}
         study.add_trial(optuna.trial.create_trial(params=skipped, distributions=choices, value=record.cost))
     votes = np.zeros(space.size)
     for _ in range(_VOTES):

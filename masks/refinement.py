@@ -12,7 +12,7 @@ import numpy as np
 
 from via_sd.masks.ledger import Ledger
 from via_sd.masks.proposals import generator, most_wanted
-from via_sd.masks.space import Selection
+from via_sd.masks.space import Selection, Space
 from via_sd.masks.surrogate import Surrogate, Vector, standardised_log
 
 _STAGE = 1  # tells the random streams of the refinement from those of the exploration
@@ -23,13 +23,12 @@ _ATTEMPTS = 40
 _SWAPS, _SINGLE_SWAPS = 0.5, 0.6
 
 
-def refine(ledger: Ledger, seed: int) -> None:
+def refine(ledger: Ledger, space: Space, seed: int) -> None:
     """Spend what is left of the ledger's evaluations; ends early when everything likely has been tried.
 
     Raises:
         BudgetSpentError: no evaluation is left.
     """
-    space = ledger.space
     marginal = _marginal_costs(ledger) if space.size < ledger.left else None
     if marginal is not None:
         ledger.cost(most_wanted(-marginal, space.budget), "refine")
@@ -37,8 +36,8 @@ def refine(ledger: Ledger, seed: int) -> None:
     while True:
         step += 1
         random = generator(seed, _STAGE, step)
-        surrogate = Surrogate.fit(ledger.complete(), space.size, marginal)
-        best = ledger.best().skipped
+        surrogate = Surrogate.of_log_costs(ledger.complete(), space.size, marginal)
+        best = ledger.best().selection
         for attempt in range(_ATTEMPTS):
             weights = surrogate.draw(random, _WIDTH + _WIDER * attempt)
             proposal = (

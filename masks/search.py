@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from via_sd.masks.evaluator import Evaluator
 from via_sd.masks.ledger import BudgetSpentError, Ledger, Record
 from via_sd.masks.mask import Mask
 from via_sd.masks.proposals import bayesian_proposals, generator, random_proposals
 from via_sd.masks.refinement import refine as refine_masks
-from via_sd.masks.space import Granularity, Space
+from via_sd.masks.space import Granularity, Masks, Space
 
 DEFAULT_SKIP_RATIO = 0.45
 DEFAULT_ITERATIONS = 200
@@ -38,7 +39,7 @@ class SearchResult:
     mask: Mask
     cost: float
     agreement: float
-    space: Space
+    space: Masks
     records: tuple[Record, ...]
 
 
@@ -90,14 +91,19 @@ def search(
     try:
         explore = max(1, int(iterations * _EXPLORATION)) if refine else iterations
         for iteration in range(1, explore + 1):
-            _explore(ledger, seed, iteration, bayesian=iteration % theta == 0)
+            _explore(ledger, space, seed, iteration, bayesian=iteration % theta == 0)
         if refine:
-            refine_masks(ledger, seed)
+            refine_masks(ledger, space, seed)
         finished = True
     except BudgetSpentError:
         finished = True
     finally:
         ledger.close(finished=finished)
+    return result_of(ledger, evaluator, settings)
+
+
+def result_of(ledger: Ledger, evaluator: Evaluator, settings: Mapping[str, Any]) -> SearchResult:
+    """The best mask in a ledger, with how it was found."""
     best = ledger.best()
     found = {
         **settings,
@@ -106,18 +112,18 @@ def search(
         "agreement": best.agreement,
         "costs_of": dict(evaluator.identity),
     }
-    mask = space.mask(best.skipped, search=found)
-    return SearchResult(mask, best.cost, best.agreement, space, tuple(ledger.records))
+    mask = ledger.space.mask(best.selection, search=found)
+    return SearchResult(mask, best.cost, best.agreement, ledger.space, tuple(ledger.records))
 
 
-def _explore(ledger: Ledger, seed: int, iteration: int, *, bayesian: bool) -> None:
+def _explore(ledger: Ledger, space: Space, seed: int, iteration: int, *, bayesian: bool) -> None:
     """One iteration of the paper's search."""
     random = generator(seed, _STAGE, iteration)
     known = ledger.complete()
     if bayesian and known:
-        kind, proposals = "bayes", bayesian_proposals(ledger.space, known, random)
+        kind, proposals = "bayes", bayesian_proposals(space, known, random)
     else:
-        kind, proposals = "random", random_proposals(ledger.space, random)
+        kind, proposals = "random", random_proposals(space, random)
     for proposal in islice(proposals, _ATTEMPTS):
         if not ledger.knows(proposal):
             ledger.cost(proposal, kind)

@@ -1,23 +1,38 @@
-"""What a search chooses from: units that are kept or skipped whole, and how many of them a budget skips."""
+"""What a search chooses from: masks of a space; units that are kept or skipped whole until a budget is spent."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from via_sd.masks.mask import Mask
 
 Granularity = Literal["layer", "sublayer"]
-#: Units that are skipped, by index.
+#: What a mask does otherwise than full, as ascending numbers whose meaning the space knows.
 Selection = tuple[int, ...]
+
+
+class Masks(Protocol):
+    """A space of masks: what selections mean, and which of them a search may return."""
+
+    @property
+    def size(self) -> int:
+        """Selections hold numbers below this."""
+
+    def mask(self, selection: Collection[int], **fields: Any) -> Mask:
+        """The mask that `selection` makes, with the other fields of `Mask`."""
+
+    def is_complete(self, selection: Collection[int]) -> bool:
+        """Whether the mask is as small, or as cheap, as was asked for."""
 
 
 @dataclass(frozen=True)
 class Space:
     """The masks that skip exactly `budget` units; the first and the last layer are always kept (paper section 2.4).
 
-    A unit is a layer, or one sublayer; units are numbered in order of execution.
+    A unit is a layer, or one sublayer; units are numbered in order of execution, and a selection holds those that are
+    skipped.
     """
 
     num_layers: int
@@ -56,6 +71,10 @@ class Space:
             else:
                 keep[unit + 2] = False
         return Mask.from_flags(keep[::2], keep[1::2], **fields)
+
+    def is_complete(self, selection: Collection[int]) -> bool:
+        """Whether `selection` skips the whole budget."""
+        return len(selection) == self.budget
 
     def evenly_spaced(self) -> Selection:
         """Units skipped at regular distances: what one does without a search."""

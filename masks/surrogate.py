@@ -1,4 +1,4 @@
-"""What the evaluations so far say of every unit: a Bayesian linear model of the logarithm of a mask's cost."""
+"""What the evaluations so far say of every choice that masks make: Bayesian linear models of what a mask costs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ _NATS = 1e-3
 _OWN_VARIANCE, _SHARED_VARIANCE, _SHARED_MEAN = 1.0, 9.0, 0.3
 #: Least variance of a log cost around the model: the model is linear and the cost is not.
 _NOISE_FLOOR = 0.05
+#: Prior of the factors by which choices add more than they do alone: variance of each and of their common part; least
+#: variance of a cost around the model, over the square of a mean cost.
+_OWN_FACTOR, _SHARED_FACTOR, _ADDITIVE_NOISE_FLOOR = 0.25, 1.0, 0.01
 
 
 def standardised_log(costs: Sequence[float]) -> Vector:
@@ -30,14 +33,14 @@ def standardised_log(costs: Sequence[float]) -> Vector:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """How much skipping each unit adds to the standardised log cost: a normal distribution over weights."""
+    """How much each choice adds to what a mask costs: a normal distribution over weights."""
 
     mean: Vector
-    factor: Vector  # Cholesky factor of the covariance
+    factor: Vector  # with its transpose, the covariance
 
     @classmethod
-    def fit(cls, records: Sequence[Record], size: int, marginal: Vector | None) -> Surrogate:
-        """The posterior of the weights of `size` units.
+    def of_log_costs(cls, records: Sequence[Record], size: int, marginal: Vector | None) -> Surrogate:
+        """Weights of `size` units in the standardised log cost: skipping a second layer costs more than the first.
 
         Args:
             records: evaluations that skip the whole budget.
@@ -48,24 +51,57 @@ class Surrogate:
             covariance += _SHARED_VARIANCE / size * np.outer(marginal, marginal)
             mean = _SHARED_MEAN * marginal
         if len(records) >= 3:
-            precision = np.linalg.inv(covariance)
+            choices = _choices(records, size)
             target = standardised_log([record.cost for record in records])
-            skips = np.zeros((len(records), size))
-            for row, record in zip(skips, records, strict=True):
-                row[list(record.skipped)] = 1
-            skips -= skips.mean(0)
-            gram, prior_pull, pull = skips.T @ skips, precision @ mean, skips.T @ target
-            noise = 0.3
-            for _ in range(5):  # a fixed point: the noise is what the fit leaves over
-                covariance = np.linalg.inv(gram / noise + precision)
-                mean = covariance @ (pull / noise + prior_pull)
-                left = target - skips @ mean
-                freedom = len(target) - float(np.trace(covariance @ gram)) / noise
-                noise = max(float(left @ left) / max(freedom, len(target) / 4), _NOISE_FLOOR)
-        factor = np.linalg.cholesky(covariance + 1e-9 * np.eye(size))
-        return cls(mean, np.asarray(factor, np.float64))
+            mean, covariance = _posterior(choices - choices.mean(0), target, mean, covariance, _NOISE_FLOOR)
+        return cls(mean, _root(covariance))
+
+    @classmethod
+    def of_costs(cls, records: Sequence[Record], marginal: Vector) -> Surrogate:
+        """Weights of choices in the cost: what each costs alone, times a factor of its own around a common one.
+
+        Args:
+            records: evaluations of complete masks.
+            marginal: cost of each choice alone.
+        """
+        scale = max(float(np.mean([record.cost for record in records])), _NATS)
+        alone = np.maximum(marginal, _NATS) / scale
+        size = len(marginal)
+        mean, covariance = np.ones(size), np.eye(size) * _OWN_FACTOR + _SHARED_FACTOR
+        choices = _choices(records, size) * alone
+        target = np.array([record.cost for record in records]) / scale
+        mean, covariance = _posterior(choices, target, mean, covariance, _ADDITIVE_NOISE_FLOOR)
+        return cls(mean * alone, alone[:, None] * _root(covariance))
 
     def draw(self, random: np.random.Generator, width: float) -> Vector:
         """Weights drawn from the distribution, `width` times as far from its mean."""
         drawn: Vector = self.mean + width * (self.factor @ random.standard_normal(len(self.mean)))
         return drawn
+
+
+def _choices(records: Sequence[Record], size: int) -> Vector:
+    """One row per record: 1 for each of `size` choices that it makes."""
+    choices = np.zeros((len(records), size))
+    for row, record in zip(choices, records, strict=True):
+        row[list(record.selection)] = 1
+    return choices
+
+
+def _posterior(
+    choices: Vector, target: Vector, prior_mean: Vector, prior_covariance: Vector, noise_floor: float
+) -> tuple[Vector, Vector]:
+    """Mean and covariance of the weights w of target = choices @ w + noise, given those of the prior."""
+    precision = np.linalg.inv(prior_covariance)
+    gram, prior_pull, pull = choices.T @ choices, precision @ prior_mean, choices.T @ target
+    mean, covariance, noise = prior_mean, prior_covariance, 0.3
+    for _ in range(5):  # a fixed point: the noise is what the fit leaves over
+        covariance = np.linalg.inv(gram / noise + precision)
+        mean = covariance @ (pull / noise + prior_pull)
+        left = target - choices @ mean
+        freedom = len(target) - float(np.trace(covariance @ gram)) / noise
+        noise = max(float(left @ left) / max(freedom, len(target) / 4), noise_floor)
+    return mean, covariance
+
+
+def _root(covariance: Vector) -> Vector:
+    return np.asarray(np.linalg.cholesky(covariance + 1e-9 * np.eye(len(covariance))), np.float64)

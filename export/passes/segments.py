@@ -37,9 +37,14 @@ def plan_segments(masks: Sequence[Mask], num_sublayers: int) -> list[Segment]:
     return [Segment(start, stop, _branches(choices[start])) for start, stop in spans if {*choices[start]} - {KEPT}]
 
 
-def sublayer_segments(num_sublayers: int) -> list[Segment]:
-    """Every sublayer as a segment of its own that is kept or skipped: one graph that runs any mask of such states."""
-    return [Segment(unit, unit + 1, (KEPT, SKIPPED)) for unit in range(num_sublayers)]
+def sublayer_segments(num_sublayers: int, precisions: Sequence[str] = ()) -> list[Segment]:
+    """Every sublayer as a segment of its own that is kept, run in one of `precisions`, or skipped; with precisions the
+    LM head too, which is not skipped: one graph that runs any mask of such states.
+    """
+    quantised = tuple(state for state in QUANTISED_STATES if state in precisions)
+    sublayers = [Segment(unit, unit + 1, (KEPT, *quantised, SKIPPED)) for unit in range(num_sublayers)]
+    head = Segment(num_sublayers, num_sublayers + 1, (KEPT, *quantised))
+    return [*sublayers, head] if quantised else sublayers
 
 
 def tier_branches(mask: Mask) -> list[str]:

@@ -8,6 +8,7 @@ import onnx_ir as ir
 from via_sd.export.passes import constant_products
 from via_sd.export.writer.check import run_steps
 from via_sd.export.writer.stepper import Stepper
+from via_sd.export.writer.weights import weights_as_inputs
 
 _PREFIX = "energy."
 #: Random tokens are enough: on SmolLM2 their energies bring nearly all of what those of real text bring.
@@ -43,3 +44,11 @@ def input_energy(graph: Stepper, vocab_size: int, max_seq_len: int) -> dict[str,
     return {
         name.removeprefix(_PREFIX): value / len(tokens) for name, value in outputs.items() if name.startswith(_PREFIX)
     }
+
+
+def measured_energy(model: ir.Model, vocab_size: int, max_seq_len: int) -> dict[str, np.ndarray]:
+    """The input energies of the lowered graph `model` in float32, which is left as it is; see `input_energy`."""
+    measured: ir.Model = model.clone()
+    add_energy_outputs(measured)
+    # The weights are fed, not written: a copy on disk would be as large as the checkpoint.
+    return input_energy(Stepper(*weights_as_inputs(measured)), vocab_size, max_seq_len)

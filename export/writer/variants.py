@@ -7,10 +7,24 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from via_sd.export.passes import QuantizePass, find_sublayers
+from via_sd.export.passes import FuseGateUpPass, QuantizePass, find_sublayers
 from via_sd.export.passes.step_inputs import find_head
-from via_sd.masks import QUANTISED_STATES, Mask
-from via_sd.progress import Progress
+from via_sd.export.writer.input_energy import measured_energy
+from via_sd.masks import QUANTISED_STATES, Mask, QuantisedState
+from via_sd.progress import Progress, no_progress
+
+
+def quantised_copies(
+    model: ir.Model, states: Sequence[QuantisedState], num_layers: int, vocab_size: int, max_seq_len: int
+) -> dict[str, ir.Model]:
+    """The lowered decoder `model`, which is left as it is, with all its weights in each of `states`, bit for bit as an
+    export quantises them.
+    """
+    fused: ir.Model = model.clone()
+    FuseGateUpPass()(fused)
+    energy = measured_energy(fused, vocab_size, max_seq_len) if "int4" in states else {}
+    whole = Mask.from_layers([True] * num_layers)
+    return quantised_variants(fused, [whole.in_precision(state) for state in states], energy, no_progress)
 
 
 def quantised_variants(

@@ -80,7 +80,7 @@ def test_without_refinement_every_theta_th_iteration_is_bayesian_and_all_others_
     result = search(Analytic(), skip_ratio=RATIO, iterations=30, theta=6, refine=False)
     kinds = [record.kind for record in result.records]
     assert kinds == ["bayes" if iteration % 6 == 0 else "random" for iteration in range(1, 31)]
-    assert {len(record.skipped) for record in result.records} == {len(REDUNDANT)}
+    assert {len(record.selection) for record in result.records} == {len(REDUNDANT)}
 
 
 def test_bayesian_optimisation_finds_better_masks_than_chance() -> None:
@@ -107,14 +107,14 @@ def test_a_space_that_is_smaller_than_the_budget_of_evaluations_is_searched_whol
     model = Analytic(7, (3, 4))
     result = search(model, skip_ratio=0.3, iterations=200)
     assert skipped(result.mask) == [3, 4]
-    assert sum(len(record.skipped) == 2 for record in result.records) == 10
+    assert sum(len(record.selection) == 2 for record in result.records) == 10
 
 
 def test_the_result_is_the_cheapest_mask_and_says_how_it_was_found() -> None:
     result = search(Analytic(), skip_ratio=RATIO, iterations=40, seed=3)
-    cheapest = min((r for r in result.records if len(r.skipped) == len(REDUNDANT)), key=lambda record: record.cost)
+    cheapest = min((r for r in result.records if len(r.selection) == len(REDUNDANT)), key=lambda record: record.cost)
     assert (result.cost, result.agreement) == (cheapest.cost, cheapest.agreement)
-    assert result.mask == Space.of(LAYERS, RATIO, "layer").mask(cheapest.skipped)
+    assert result.mask == Space.of(LAYERS, RATIO, "layer").mask(cheapest.selection)
     assert result.mask.search == {
         "skip_ratio": RATIO,
         "granularity": "layer",

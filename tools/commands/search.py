@@ -10,50 +10,69 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from via_sd.masks import refuse_unfinished, write_mask
+from via_sd.masks import read_mask, refuse_unfinished, write_mask
 from via_sd.tools.bench import read_prompts
 from via_sd.tools.commands.console import CommandError, command, err, out, print_json, progress_bar
 from via_sd.tools.commands.options import AsJson, Threads
 from via_sd.tools.plotting import pyplot
-from via_sd.tools.search import FoundMask, SearchOptions, plot_front, plot_search, search_masks
+from via_sd.tools.search import FoundMask, SearchOptions, plot_front, plot_search, recorded_costs, search_masks
 
 _DEFAULTS = SearchOptions()
 
 
 class Granularity(StrEnum):
-    """What is skipped whole."""
+    """What changes its state whole."""
 
     layer = "layer"
     sublayer = "sublayer"
 
 
 class Objective(StrEnum):
-    """What a mask costs."""
+    """How far a mask is from full."""
 
     via = "via"
     via_flipped = "via-flipped"
     kl = "kl"
 
 
-_GRANULARITY, _OBJECTIVE = Granularity(_DEFAULTS.granularity), Objective(_DEFAULTS.objective)
+_GRANULARITY = Granularity(_DEFAULTS.granularity)
 
 
 @command
 def search(
     verifier: Annotated[str, typer.Argument(help="Hugging Face directory, hub id, GGUF file, ONNX decoder or bundle.")],
     out_file: Annotated[
-        Path, typer.Option("--out", help="Mask file to write; several skip ratios make several: NAME-RATIO.json.")
+        Path, typer.Option("--out", help="Mask file to write; several ratios or costs make several: NAME-RATIO.json.")
     ],
     prompts: Annotated[
         Path | None, typer.Option(help='JSON lines, {"prompt": …}: the verifier\'s greedy answers are scored.')
     ] = None,
     text: Annotated[Path | None, typer.Option(help="Score this text file instead of the verifier's answers.")] = None,
-    skip_ratio: Annotated[str, typer.Option(metavar="X[,X…]", help="Share of the layers to skip.")] = "0.45",
-    granularity: Annotated[Granularity, typer.Option(help="What is skipped whole.")] = _GRANULARITY,
-    objective: Annotated[Objective, typer.Option(help="What a mask costs.")] = _OBJECTIVE,
+    skip_ratio: Annotated[
+        str | None, typer.Option(metavar="X[,X…]", help="Share of the layers to skip.", show_default="0.45")
+    ] = None,
+    cost: Annotated[
+        str | None,
+        typer.Option(
+            metavar="X[,X…]",
+            help="Instead: most that a decoding step may take, as a share of full's step, by whatever states.",
+        ),
+    ] = None,
+    states: Annotated[
+        str, typer.Option(metavar="STATE,…", help="With --cost: what the mask may do with a layer.")
+    ] = ",".join(_DEFAULTS.states),
+    costs_of: Annotated[
+        Path | None,
+        typer.Option(help="With --cost: a mask found on the machine it is for; states cost what they cost there."),
+    ] = None,
+    granularity: Annotated[Granularity, typer.Option(help="What changes its state whole.")] = _GRANULARITY,
+    objective: Annotated[
+        Objective | None,
+        typer.Option(help="How far a mask is from full.", show_default="via; with --cost: kl"),
+    ] = None,
     alpha: Annotated[float, typer.Option(help="Of the objective: 0 <= alpha < 1.")] = _DEFAULTS.alpha,
     beta: Annotated[float, typer.Option(help="Of the objective: 0 < beta <= 1.")] = _DEFAULTS.beta,
-    iterations: Annotated[int, typer.Option(help="Masks to evaluate for each skip ratio.")] = _DEFAULTS.iterations,
+    iterations: Annotated[int, typer.Option(help="Masks to evaluate for each ratio or cost.")] = _DEFAULTS.iterations,
     theta: Annotated[
         int, typer.Option(help="Every so many iterations Bayesian optimisation proposes the mask.")
     ] = _DEFAULTS.theta,
@@ -72,8 +91,12 @@ def search(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a search that was interrupted.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Search the layers that VERIFIER can best do without; write masks, plots, and what each mask buys."""
-    ratios = _ratios(skip_ratio)
+    """Search the layers that VERIFIER can best do without, or run in fewer bits; write masks, plots, and what each
+    mask buys.
+    """
+    if skip_ratio is not None and cost is not None:
+        raise CommandError("wanted one of --skip-ratio and --cost, found both")
+    ratios = _shares("--skip-ratio", skip_ratio or "0.45") if cost is None else _shares("--cost", cost)
     files = _mask_files(out_file, ratios)
     if (prompts is None) == (text is None):
         raise CommandError("wanted the text to score: give either --prompts or --text")
@@ -83,7 +106,8 @@ def search(
     pyplot()  # a missing matplotlib is reported now rather than when the search is done
     options = SearchOptions(
         granularity=granularity.value,
-        objective=objective.value,
+        states=tuple(part.strip() for part in states.split(",")),
+        objective=objective and objective.value,
         alpha=alpha,
         beta=beta,
         iterations=iterations,
@@ -99,7 +123,9 @@ def search(
     with progress_bar() as progress:
         masks = search_masks(
             verifier,
-            ratios,
+            ratios if cost is None else (),
+            costs=() if cost is None else ratios,
+            step_costs=costs_of and recorded_costs(read_mask(costs_of)),
             prompts=wanted,
             text=text,
             options=options,
@@ -125,14 +151,14 @@ def search(
         err.print(f"wrote {file}", highlight=False)
 
 
-def _ratios(text: str) -> list[float]:
+def _shares(option: str, text: str) -> list[float]:
     try:
-        ratios = [float(part) for part in text.split(",")]
+        shares = [float(part) for part in text.split(",")]
     except ValueError:
-        raise CommandError(f"--skip-ratio is {text!r}, wanted numbers between 0 and 1: X[,X…]") from None
-    if len(set(ratios)) != len(ratios):
-        raise CommandError(f"--skip-ratio {text} names a ratio twice")
-    return ratios
+        raise CommandError(f"{option} is {text!r}, wanted numbers between 0 and 1: X[,X…]") from None
+    if len(set(shares)) != len(shares):
+        raise CommandError(f"{option} {text} names a number twice")
+    return shares
 
 
 def _mask_files(path: Path, ratios: Sequence[float]) -> list[Path]:
@@ -158,21 +184,22 @@ def _refuse_existing(files: Sequence[Path]) -> None:
 
 def _write(found: FoundMask, file: Path) -> None:
     write_mask(found.mask, file)
-    plot_search(found.result.records, found.result.space.budget, found.mask, _beside(file, ".png"))
+    plot_search(found.result, _beside(file, ".png"))
 
 
 def _facts(found: FoundMask, file: Path) -> dict[str, object]:
-    return {"path": str(file), "skip_ratio": found.point.skip_ratio, **found.mask.search}
+    return {"path": str(file), **found.mask.search}
 
 
 def _show(found: Sequence[FoundMask], drafter: str) -> None:
     table = Table(title="what each mask buys", title_justify="left")
     lag = found[0].point.max_lag
-    for name in ("skip ratio", "cost", "KL", "same top-1", f"at lag {lag}", "step time/full", f"Delta ({drafter})"):
+    asked = "step asked for" if found[0].point.within_cost else "skip ratio"
+    for name in (asked, "cost", "KL", "same top-1", f"at lag {lag}", "step time/full", f"Delta ({drafter})"):
         table.add_column(name, justify="right")
     for point in (each.point for each in found):
         table.add_row(
-            f"{point.skip_ratio:g}",
+            f"{point.asked:g}",
             f"{point.cost:.4g}",
             f"{point.kl:.4g}",
             f"{point.agreement:.1%}",

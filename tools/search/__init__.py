@@ -22,15 +22,17 @@ from via_sd.lazy import lazy_names
 if TYPE_CHECKING:
     from via_sd.tools.search.front import FrontPoint
     from via_sd.tools.search.plots import plot_front, plot_search
-    from via_sd.tools.search.run import FoundMask, SearchOptions, search_masks
+    from via_sd.tools.search.run import FoundMask, SearchOptions, recorded_costs, search_masks
 else:
     __getattr__ = lazy_names(
         __name__,
         {
             "FrontPoint": "via_sd.tools.search.front",
             **dict.fromkeys(("plot_front", "plot_search"), "via_sd.tools.search.plots"),
-            **dict.fromkeys(("FoundMask", "SearchOptions", "search_masks"), "via_sd.tools.search.run"),
+            **dict.fromkeys(
+                ("FoundMask", "SearchOptions", "recorded_costs", "search_masks"), "via_sd.tools.search.run"
+            ),
         },
     )
 
-__all__ = ["FoundMask", "FrontPoint", "SearchOptions", "plot_front", "plot_search", "search_masks"]
+__all__ = ["FoundMask", "FrontPoint", "SearchOptions", "plot_front", "plot_search", "recorded_costs", "search_masks"]

@@ -19,6 +19,7 @@ from via_sd.masks import (
     DEFAULT_OBJECTIVE,
     DistributionEvaluator,
     ModelIdentity,
+    QuantisedState,
     objective_by_name,
 )
 from via_sd.progress import Progress, no_progress
@@ -52,18 +53,25 @@ class SearchModel:
     tokenizer_description: dict[str, Any]
 
 
-def load_search_model(verifier: str | Path, *, threads: int | None = None) -> SearchModel:
+def load_search_model(
+    verifier: str | Path, *, precisions: Sequence[QuantisedState] = (), threads: int | None = None
+) -> SearchModel:
     """Load a verifier (Hugging Face directory, hub id, GGUF file, ONNX decoder) or a bundle for a search.
+
+    Args:
+        precisions: states that sublayers can be in besides being kept or skipped.
 
     Raises:
         SearchError: nothing usable at `verifier`, with the exporter's reason.
     """
     with scratch_directory("via-sd-search-") as directory:
-        build_apart(str(verifier), directory)
+        build_apart(str(verifier), directory, precisions)
         description = read_json(directory / DESCRIPTION_FILE)
         # Once loaded the session needs no file: the weights are mapped or packed.
         return SearchModel(
-            session=SearchSession(directory, description["boundaries"], description["kv"], threads=threads),
+            session=SearchSession(
+                directory, description["boundaries"], description["states"], description["kv"], threads=threads
+            ),
             model=ModelIdentity.from_json(description["model"]),
             precision=description["precision"],
             max_seq_len=description["max_seq_len"],
@@ -73,9 +81,9 @@ def load_search_model(verifier: str | Path, *, threads: int | None = None) -> Se
         )
 
 
-def build_apart(verifier: str, directory: Path) -> None:
+def build_apart(verifier: str, directory: Path, precisions: Sequence[QuantisedState] = ()) -> None:
     """Write the search graph to `directory` in a process of its own (see `via_sd.tools.search.graph`)."""
-    command = [sys.executable, "-m", "via_sd.tools.search.graph", verifier, str(directory)]
+    command = [sys.executable, "-m", "via_sd.tools.search.graph", verifier, str(directory), *precisions]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     if built.returncode:
         reason = built.stderr.strip() or f"building the search graph ended with exit code {built.returncode}"

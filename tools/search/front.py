@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -19,6 +17,7 @@ from via_sd.masks import (
     LookupDistributions,
     Mask,
     SearchResult,
+    StateSpace,
     delta_criterion,
     forward_kl,
     objective_by_name,
@@ -27,22 +26,10 @@ from via_sd.masks import (
 from via_sd.runtime.decoding.drafters.ngram import NgramDrafter
 from via_sd.tools.search.evaluator import SearchModel, load_search_model, open_evaluator
 from via_sd.tools.search.masked_text import MaskedText
-from via_sd.tools.search.session import KVBuffers, keep_bits
 from via_sd.tools.search.text import ScoringText
-
-_CACHED_TOKENS = 256
-_TIMED_STEPS = 25
+from via_sd.tools.search.timing import StepTimes, step_times
 
 Drafter = LookupDistributions | CompactDistributions
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Median time of one decoding step (one token), in ms, under a mask and of the full model, measured in turn."""
-
-    slim: float
-    full: float
-    cached_tokens: int
 
 
 @dataclass(frozen=True)
@@ -50,7 +37,8 @@ class FrontPoint:
     """A mask and its figures; costs in nats per position.
 
     Attributes:
-        skip_ratio: share of the layers that was asked to be skipped.
+        asked: what was asked for: the share of the layers that is skipped, or
+        within_cost: if this is true, the most that a step may take of a step of full.
         mask: the mask.
         cost, agreement: of the slim-verifier that reads its own KV of all scored tokens, see `Evaluation`.
         kl: KL(full || slim) in that regime.
@@ -60,7 +48,8 @@ class FrontPoint:
         delta: the Delta criterion for the drafter, None where the drafter proposes nothing.
     """
 
-    skip_ratio: float
+    asked: float
+    within_cost: bool
     mask: Mask
     cost: float
     agreement: float
@@ -122,12 +111,13 @@ class Measurements:
         lagging = evaluator.model.lagging(max_lag)
         self._lagging = DistributionEvaluator(lagging, evaluator.objective, {}, full=evaluator.full)
 
-    def point(self, skip_ratio: float, result: SearchResult) -> FrontPoint:
+    def point(self, asked: float, result: SearchResult) -> FrontPoint:
         """The figures of what a search found."""
         mask = result.mask
         (kl,), _ = self._evaluator.score(mask, [forward_kl])
         return FrontPoint(
-            skip_ratio=skip_ratio,
+            asked=asked,
+            within_cost=isinstance(result.space, StateSpace),
             mask=mask,
             cost=result.cost,
             agreement=result.agreement,
@@ -144,22 +134,6 @@ class Measurements:
             return None
         slim = self._evaluator.distributions(mask)
         return delta_criterion(self._evaluator.full, slim, self._drafter, self._via, positions=positions)
-
-
-def step_times(model: SearchModel, mask: Mask) -> StepTimes:
-    """Time a decoding step with 256 tokens cached, or as many as the model takes."""
-    session = model.session
-    cached = min(_CACHED_TOKENS, model.max_seq_len - 1)
-    kv_buffers = KVBuffers(session, cached + 1)
-    logits = np.empty((1, session.vocab_size), np.float32)
-    slim, full = keep_bits(mask), (1 << session.num_sublayers) - 1
-    times: dict[int, list[float]] = {slim: [], full: []}
-    for _ in range(_TIMED_STEPS):
-        for keep, taken in times.items():
-            start = time.perf_counter()
-            kv_buffers.run([0], cached, None, keep, {}, logits)
-            taken.append(1e3 * (time.perf_counter() - start))
-    return StepTimes(median(times[slim]), median(times[full]), cached)
 
 
 def drafter_distributions(

@@ -1,7 +1,7 @@
 """A model that runs under any mask over a scoring text, with what candidates have in common run once.
 
 The streams at regular boundaries of recent candidates are kept, and a candidate starts behind the last boundary up to
-which one of them ran exactly the sublayers it runs. The full model's are kept for good, so that a candidate never
+which one of them had every sublayer in the state it has. The full model's are kept for good, so that a candidate never
 computes the layers before its first skip; one that differs little from a recent candidate shares more.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from via_sd.masks import Mask
-from via_sd.tools.search.session import Floats, KVBuffers, SearchSession, keep_bits
+from via_sd.tools.search.session import Floats, KVBuffers, SearchSession
 from via_sd.tools.search.text import ScoringText
 
 _LOGITS_ELEMENTS = 12_500_000  # of one block: 50 MB
@@ -33,14 +33,12 @@ class MaskedText:
     """
 
     def __init__(self, session: SearchSession, texts: Sequence[ScoringText], *, cache_bytes: int) -> None:
-        everything = (1 << session.num_sublayers) - 1
-        self._setup(session, [_Sequence(session, text, everything) for text in texts], cache_bytes, None)
+        self._setup(session, [_Sequence(session, text) for text in texts], cache_bytes, None)
 
     def _setup(self, session: SearchSession, sequences: list[_Sequence], cache_bytes: int, max_lag: int | None) -> None:
         self._session = session
         self._sequences = sequences
         self._max_lag = max_lag
-        self._everything = (1 << session.num_sublayers) - 1
         self.num_layers = session.num_sublayers // 2
         self.vocab_size = session.vocab_size
         self.num_positions = sum(sequence.scored for sequence in sequences)
@@ -55,25 +53,27 @@ class MaskedText:
         full, so that what happens in practice lies between the two.
         """
         for sequence in self._sequences:
-            sequence.keep_full_kv(self._everything)
+            sequence.keep_full_kv()
         other = MaskedText.__new__(MaskedText)
         other._setup(self._session, self._sequences, 0, max_lag)
         return other
 
     def logits(self, mask: Mask) -> Iterator[Floats]:
         """See `MaskedModel.logits`."""
-        hidden = self._final_stream(keep_bits(mask))
+        states = self._session.states_of(mask)
+        hidden = self._final_stream(states)
         for start in range(0, len(hidden), self._rows):
             rows = hidden[start : start + self._rows]
             block = self._block[: len(rows)]
-            self._session.head(rows, block)
+            self._session.head(rows, states, block)
             yield block
 
-    def _final_stream(self, keep: int) -> Floats:
-        """The stream behind the last sublayer, [scored positions, hidden size]; bit i of `keep`: sublayer i runs."""
-        start, entry = self._streams.longest_shared(keep)
-        self.sublayers_asked += keep.bit_count()
-        self.sublayers_run += (keep >> start).bit_count()
+    def _final_stream(self, states: tuple[str, ...]) -> Floats:
+        """The stream behind the last sublayer, [scored positions, hidden size], with the units in `states`."""
+        start, entry = self._streams.longest_shared(states)
+        sublayers = states[: self._session.num_sublayers]
+        self.sublayers_asked += sum(state != "skip" for state in sublayers)
+        self.sublayers_run += sum(state != "skip" for state in sublayers[start:])
         made: dict[int, Floats] = {
             boundary: np.empty((self.num_positions, self._session.hidden_size), np.float32)
             for boundary in self._session.boundaries
@@ -83,35 +83,39 @@ class MaskedText:
         for sequence in self._sequences:
             rows = slice(first, first + sequence.scored)
             given = None if entry is None else entry[rows]
-            sequence.run(keep >> start << start, given, {b: s[rows] for b, s in made.items()}, self._max_lag)
+            streams = {boundary: stream[rows] for boundary, stream in made.items()}
+            sequence.run(("skip",) * start + states[start:], given, streams, self._max_lag)
             first = rows.stop
         final = made.pop(self._session.boundaries[-1])
-        self._streams.keep(keep, made, for_good=keep == self._everything)
+        self._streams.keep(states, made, for_good=set(sublayers) == {"keep"})
         return final
 
 
 class _Sequence:
     """One scoring text and its KV buffers, in which the prompt's KV is the full model's."""
 
-    def __init__(self, session: SearchSession, text: ScoringText, everything: int) -> None:
+    def __init__(self, session: SearchSession, text: ScoringText) -> None:
         self._text = text
+        self._everything = session.everything
         self._kv = KVBuffers(session, len(text.tokens))
         self._full_kv: NDArray[np.generic] | None = None
         if text.start:
-            self._kv.run(text.tokens[: text.start], 0, None, everything, {})
+            self._kv.run(text.tokens[: text.start], 0, None, self._everything, {})
 
     @property
     def scored(self) -> int:
         return self._text.scored
 
-    def keep_full_kv(self, everything: int) -> None:
+    def keep_full_kv(self) -> None:
         """Run the full model and set its KV of the scored tokens aside."""
         if self._full_kv is None:
-            self.run(everything, None, {}, None)
+            self.run(self._everything, None, {}, None)
             self._full_kv = self._kv.buffers[..., self._text.start :, :].copy()
 
-    def run(self, keep: int, entry: Floats | None, streams: Mapping[int, Floats], max_lag: int | None) -> None:
-        """Run the sublayers in `keep` over the scored tokens; arguments as for `KVBuffers.run`."""
+    def run(
+        self, states: Sequence[str], entry: Floats | None, streams: Mapping[int, Floats], max_lag: int | None
+    ) -> None:
+        """Run the units in `states` over the scored tokens; arguments as for `KVBuffers.run`."""
         tokens, start, end = self._text.tokens, self._text.start, len(self._text.tokens)
         step = end - start if max_lag is None else max_lag
         if max_lag is not None:
@@ -122,23 +126,23 @@ class _Sequence:
             piece = slice(first, min(first + step, end))
             rows = slice(piece.start - start, piece.stop - start)
             given = None if entry is None else entry[rows]
-            self._kv.run(tokens[piece], first, given, keep, {b: s[rows] for b, s in streams.items()})
+            self._kv.run(tokens[piece], first, given, states, {b: s[rows] for b, s in streams.items()})
 
 
 class _Streams:
-    """Streams at boundaries, found again by the sublayers that were run up to there."""
+    """Streams at boundaries, found again by the states that sublayers were in up to there."""
 
     def __init__(self, boundaries: Sequence[int], limit: int) -> None:
         self._boundaries = boundaries
         self._limit = limit
         self._size = 0
-        self._full: dict[int, Floats] = {}
-        self._recent: OrderedDict[int, Floats] = OrderedDict()
+        self._full: dict[tuple[str, ...], Floats] = {}
+        self._recent: OrderedDict[tuple[str, ...], Floats] = OrderedDict()
 
-    def longest_shared(self, keep: int) -> tuple[int, Floats | None]:
-        """The last boundary whose stream under `keep` is known, and that stream; (0, None) if there is none."""
+    def longest_shared(self, states: tuple[str, ...]) -> tuple[int, Floats | None]:
+        """The last boundary whose stream under `states` is known, and that stream; (0, None) if there is none."""
         for boundary in reversed(self._boundaries[:-1]):
-            run = keep & ((1 << boundary) - 1)
+            run = states[:boundary]
             if run in self._full:
                 return boundary, self._full[run]
             if run in self._recent:
@@ -146,10 +150,10 @@ class _Streams:
                 return boundary, self._recent[run]
         return 0, None
 
-    def keep(self, keep: int, streams: Mapping[int, Floats], *, for_good: bool) -> None:
-        """Keep `streams`, made under `keep`, by boundary."""
+    def keep(self, states: tuple[str, ...], streams: Mapping[int, Floats], *, for_good: bool) -> None:
+        """Keep `streams`, made under `states`, by boundary."""
         for boundary, stream in streams.items():
-            run = keep & ((1 << boundary) - 1)
+            run = states[:boundary]
             if for_good:
                 self._full[run] = stream
             elif run not in self._full and run not in self._recent:

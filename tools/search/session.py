@@ -1,9 +1,10 @@
-"""ONNX Runtime over the search graph: one session that runs any subset of the sublayers over a piece of text."""
+"""ONNX Runtime over the search graph: one session that runs any mask over a piece of text."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,16 @@ DESCRIPTION_FILE = "search.json"
 REFUSED = 2
 
 
-def keep_bits(mask: Mask) -> int:
-    """The sublayers `mask` keeps: bit i is set where sublayer i runs."""
-    return sum(1 << index for index, flag in enumerate(mask.sublayers) if flag)
+@dataclass(frozen=True)
+class Unit:
+    """A sublayer, or the LM head, of a search graph: the states it can be in, `keep` first."""
+
+    states: tuple[str, ...]
+
+    def flags(self, state: str) -> list[bool]:
+        """The entries of the graph's input `keep` that put it in `state`, as in `export.passes.branch_flags`."""
+        index = self.states.index(state)
+        return [other >= index for other in range(len(self.states) - 1)]
 
 
 class SearchSession:
@@ -35,12 +43,19 @@ class SearchSession:
     Args:
         directory: where `write_search_graph` wrote it.
         boundaries: what that returned.
+        states: of each sublayer in the order of execution, and of the LM head.
         kv: the manifest's `kv` of this decoder.
         threads: of one run; ONNX Runtime's default if None.
     """
 
     def __init__(
-        self, directory: Path, boundaries: Sequence[int], kv: Mapping[str, Any], *, threads: int | None = None
+        self,
+        directory: Path,
+        boundaries: Sequence[int],
+        states: Sequence[Sequence[str]],
+        kv: Mapping[str, Any],
+        *,
+        threads: int | None = None,
     ) -> None:
         try:
             import onnxruntime as ort
@@ -53,31 +68,55 @@ class SearchSession:
         path = os.fspath(directory / GRAPH_FILE)
         self.ort = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         inputs = {value.name: value for value in self.ort.get_inputs()}
-        self.num_sublayers: int = inputs[KEEP.name].shape[0]
+        self.num_sublayers: int = boundaries[-1]
+        self.units = tuple(Unit(tuple(of)) for of in states)
         self.hidden_size: int = inputs[HIDDEN.name].shape[-1]
         self.vocab_size: int = next(o for o in self.ort.get_outputs() if o.name == LOGITS.name).shape[-1]
         self.boundaries = tuple(boundaries)
         self.kv = kv
         self._head: KVBuffers | None = None
 
-    def head(self, hidden: Floats, out: Floats) -> None:
-        """Logits of the final `hidden` [rows, hidden size] into `out` [rows, vocab]."""
+    @property
+    def everything(self) -> tuple[str, ...]:
+        """The states of full: all `keep`."""
+        return ("keep",) * len(self.units)
+
+    def states_of(self, mask: Mask) -> tuple[str, ...]:
+        """The state of each unit under `mask`.
+
+        Raises:
+            SearchError: a state that the graph does not have.
+        """
+        states = (*mask.states, mask.head)
+        missing = {state for state, unit in zip(states, self.units, strict=True) if state not in unit.states}
+        if missing:
+            raise SearchError(
+                f"the mask '{mask.name}' has sublayers, or an LM head, in state {', '.join(sorted(missing))}, and the "
+                f"search graph of this model was built with {', '.join(self.units[0].states)}"
+            )
+        return states
+
+    def flags(self, states: Sequence[str]) -> list[bool]:
+        """The graph's input `keep` that puts each unit in its state."""
+        return [flag for unit, state in zip(self.units, states, strict=True) for flag in unit.flags(state)]
+
+    def head(self, hidden: Floats, states: Sequence[str], out: Floats) -> None:
+        """Logits of the final `hidden` [rows, hidden size] into `out` [rows, vocab], by the LM head as in `states`."""
         if self._head is None:
             self._head = KVBuffers(self, 1)
-        self._head.run([], 0, hidden, 0, {}, out)
+        self._head.run([], 0, hidden, (*["skip"] * self.num_sublayers, states[-1]), {}, out)
 
     def greedy(self, prompt: Sequence[int], limit: int, eos: Collection[int]) -> list[int]:
         """The full model's greedy continuation of `prompt`: at most `limit` tokens, without the one in `eos` that
         ended it.
         """
-        everything = (1 << self.num_sublayers) - 1
         kv_buffers = KVBuffers(self, len(prompt) + limit)
         logits = np.empty((1, self.vocab_size), np.float32)
         answer: list[int] = []
         fed: Sequence[int] = prompt
         past = 0
         while len(answer) < limit:
-            kv_buffers.run(fed, past, None, everything, {}, logits)
+            kv_buffers.run(fed, past, None, self.everything, {}, logits)
             past += len(fed)
             token = int(logits[0].argmax())
             if token in eos:
@@ -109,28 +148,27 @@ class KVBuffers:
         tokens: Sequence[int],
         past: int,
         hidden: Floats | None,
-        keep: int,
+        states: Sequence[str],
         streams: Mapping[int, Floats],
         logits: Floats | None = None,
     ) -> None:
-        """Run the sublayers in `keep` over one piece of text.
+        """Run the model with its units in `states` over one piece of text.
 
         Args:
             tokens: the piece, unless `hidden` is given.
             past: tokens before it, whose KV the buffers hold.
             hidden: the stream to start from instead, [length, hidden size].
-            keep: bit i set: sublayer i runs.
+            states: of each unit.
             streams: where the stream before sublayer b goes, by boundary b, each [length, hidden size].
             logits: where the logits of the last rows go, [rows, vocab].
         """
         session, binding = self._session, self._binding
         length = len(tokens) if hidden is None else len(hidden)
-        count = session.num_sublayers
         given = np.zeros((0, session.hidden_size), np.float32) if hidden is None else hidden
         fed = np.array(tokens) if hidden is None else np.zeros(length)
         feeds = {
             **step_arrays(fed, past, 0 if logits is None else len(logits)),
-            KEEP.name: KEEP.array([keep >> i & 1 for i in range(count)]),
+            KEEP.name: KEEP.array(session.flags(states)),
             RESUME.name: RESUME.array([hidden is not None]),
             HIDDEN.name: given[None],
         }

@@ -309,7 +309,7 @@ def test_a_killed_search_goes_on_with_resume_and_not_without(whole: tuple[list[o
         (("--prompts", "PROMPTS", "--text", "PROMPTS"), "give either --prompts or --text"),
         (("--prompts", "nowhere.jsonl"), "cannot read prompts"),
         (("--prompts", "PROMPTS", "--skip-ratio", "half"), "wanted numbers between 0 and 1"),
-        (("--prompts", "PROMPTS", "--skip-ratio", "0.2,0.2"), "names a ratio twice"),
+        (("--prompts", "PROMPTS", "--skip-ratio", "0.2,0.2"), "names a number twice"),
         (("--prompts", "PROMPTS", "--theta", 0), "must be 1 or more"),
         (("--prompts", "PROMPTS", "--skip-ratio", "0.99"), "the first and the last layer are kept"),
     ],

@@ -72,8 +72,8 @@ class Problem:
 
 def evaluations_to(result: SearchResult, wanted: Callable[[Mask], bool]) -> int | None:
     """After how many evaluations the best mask so far was a `wanted` one; None if it never was."""
-    best = improvements(result.records, result.space.budget)
-    return next((number for number, record in best if wanted(result.space.mask(record.skipped))), None)
+    best = improvements(result.records, result.space)
+    return next((number for number, record in best if wanted(result.space.mask(record.selection))), None)
 
 
 @command

@@ -12,7 +12,6 @@ from typing import Any
 from via_sd.files import write_whole
 from via_sd.masks import OBJECTIVES, DistributionEvaluator, Evaluation, Mask, objective_by_name
 from via_sd.tools.search.evaluator import greedy_texts, load_search_model, open_evaluator
-from via_sd.tools.search.session import keep_bits
 from via_sd.tools.search.text import ScoringText
 
 
@@ -78,7 +77,7 @@ class EvaluationCache:
         Raises:
             OutOfTimeError: the mask is new and the deadline has passed.
         """
-        keep = keep_bits(mask)
+        keep = _keep_bits(mask)
         if keep not in self._known:
             if time.monotonic() > self._deadline:
                 raise OutOfTimeError
@@ -100,6 +99,11 @@ class EvaluationCache:
             texts = stored_texts(self._text_file, lambda: greedy_texts(model, self._prompts, self._window))
             self._evaluator = open_evaluator(model, texts, threads=self._threads)
         return self._evaluator
+
+
+def _keep_bits(mask: Mask) -> int:
+    """The sublayers that run: bit i is set where sublayer i does."""
+    return sum(1 << index for index, flag in enumerate(mask.sublayers) if flag)
 
 
 def stored_texts(file: Path, make: Callable[[], list[ScoringText]]) -> list[ScoringText]:
