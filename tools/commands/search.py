@@ -125,7 +125,7 @@ def search(
             verifier,
             ratios if cost is None else (),
             costs=() if cost is None else ratios,
-            step_costs=costs_of and recorded_costs(read_mask(costs_of)),
+            step_costs=None if costs_of is None else recorded_costs(read_mask(costs_of)),
             prompts=wanted,
             text=text,
             options=options,
