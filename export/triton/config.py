@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from via_sd.contract.served_model import (
     CONTRACT,
@@ -41,6 +41,8 @@ class ServingOptions:
         instances: processes that each load the bundle, per GPU if there are any.
         gpus: devices to place instances on; none: CPU.
         environment: a Python environment for the Python backend, `EXECUTION_ENV_PATH`; None: the server's own.
+        unsigned_counts: whether whole numbers are UINT32 inputs, as some clients send them, and not INT32. Triton
+            takes one type of each input only.
 
     Raises:
         RepositoryError: a number outside its range, or a default of no such name or type.
@@ -58,6 +60,7 @@ class ServingOptions:
     instances: int = 1
     gpus: tuple[int, ...] = ()
     environment: str | None = None
+    unsigned_counts: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("slots", 1), ("threads", 1), ("queue", 0), ("instances", 1)):
@@ -76,7 +79,7 @@ class ServingOptions:
 
     def parameters(self) -> dict[str, str]:
         """The `parameters` that the model reads; what is None is left out."""
-        elsewhere = ("defaults", "instances", "gpus", "environment")
+        elsewhere = ("defaults", "instances", "gpus", "environment", "unsigned_counts")
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in elsewhere}
         # A flag is there or it is not; 0 is a value.
         given = {name: value for name, value in values.items() if value is not None and value is not False}
@@ -120,14 +123,20 @@ def model_config(
         # Requests are batched over time by the model's own scheduler, not by Triton.
         "max_batch_size": 1,
         "model_transaction_policy": {"decoupled": True},
-        "input": [_tensor(spec, is_input=True) for spec in INPUTS],
+        "input": [_tensor(_as_sent(spec, options), is_input=True) for spec in INPUTS],
         "output": [_tensor(spec, is_input=False) for spec in OUTPUTS],
         "instance_group": options.instance_group(),
         "parameters": string_map(parameters),
     }
     if warm_up:
-        config["model_warmup"] = [_warm_up()]
+        config["model_warmup"] = [_warm_up(options)]
     return to_pbtxt(config)
+
+
+def _as_sent(spec: TensorSpec, options: ServingOptions) -> TensorSpec:
+    """The input as the model's clients send it."""
+    count = options.unsigned_counts and spec.data_type == "INT32" and spec.dims == (1,)
+    return replace(spec, data_type="UINT32") if count else spec
 
 
 def _tensor(spec: TensorSpec, *, is_input: bool) -> Message:
@@ -141,8 +150,8 @@ def _tensor(spec: TensorSpec, *, is_input: bool) -> Message:
     return message
 
 
-def _warm_up() -> Message:
-    files = {"text_input": "TYPE_STRING", "max_tokens": "TYPE_INT32"}
+def _warm_up(options: ServingOptions) -> Message:
+    files = {"text_input": "TYPE_STRING", "max_tokens": "TYPE_UINT32" if options.unsigned_counts else "TYPE_INT32"}
     return {
         "name": "a_few_tokens",
         "batch_size": 1,

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from via_sd.contract.served_model import (
 )
 from via_sd.errors import RequestError
 from via_sd.runtime import GenerationConfig, Pipeline, load_bundle
+from via_sd.runtime.generation.text import encode_text
 from via_sd.runtime.triton.channel import Channel
 from via_sd.runtime.triton.dispatcher import Dispatcher, Load, Meter
 from via_sd.runtime.triton.metrics import Metrics, NoMetrics
@@ -167,7 +169,8 @@ def _defaults(parameters: _Parameters, pipeline: Pipeline) -> Defaults:
         pipeline.resolve(GenerationConfig(**runtime_options(options)))
     except (ValueError, RequestError) as error:
         raise pb_utils.TritonModelException(f"a parameter of the model's configuration is wrong: {error}") from None
-    return Defaults(parameters.flag("apply_chat_template"), options, pipeline.eos_token_ids)
+    tokens_of = partial(encode_text, pipeline.tokenizer, what="a text of embedding_bias_words")
+    return Defaults(parameters.flag("apply_chat_template"), options, pipeline.eos_token_ids, tokens_of)
 
 
 def _infer(model: str, inputs: Mapping[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:

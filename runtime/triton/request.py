@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +20,11 @@ from via_sd.contract.served_model import (
     runtime_options,
 )
 
-#: Inputs of several texts, or none.
-_LISTS = ("stop_words", "bad_words")
+#: Inputs of several values, or none.
+_LISTS = frozenset(spec.name for spec in INPUTS if spec.dims == (-1,))
 INPUT_NAMES = frozenset(spec.name for spec in INPUTS)
 _GUIDE = ("guided_decoding_guide_type", "guided_decoding_guide")
+_BIASED = ("embedding_bias_words", "embedding_bias_weights")
 
 #: Inputs that are taken only where they change nothing, and the values that do not.
 _NEUTRAL: dict[str, tuple[tuple[float, ...], str]] = {
@@ -42,11 +44,13 @@ class Defaults:
     Attributes:
         options: values by name, see `contract.DEFAULTS`.
         eos_token_ids: the tokens that end a text.
+        tokens_of: the token ids of a text, without those that begin a prompt.
     """
 
     apply_chat_template: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     eos_token_ids: frozenset[int] = frozenset()
+    tokens_of: Callable[[str], Sequence[int]] = lambda text: ()
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Request:
 
 
 def parse_request(tensors: Mapping[str, np.ndarray], parameters: Mapping[str, Any], defaults: Defaults) -> Request:
-    """Reads a request's tensors, each `[1, n]`, n = 1 except for `stop_words` and `bad_words`.
+    """Reads a request's tensors, each `[1, n]`, n = 1 except for lists.
 
     Args:
         parameters: the request's own. Triton's `generate` makes one of every JSON field that is no input, so a
@@ -87,7 +91,11 @@ def parse_request(tensors: Mapping[str, np.ndarray], parameters: Mapping[str, An
     options = dict(defaults.options)
     if "random_seed" in values:
         options["seed"] = _scalar("random_seed", values["random_seed"][0])
-    options |= {name: _value(name, values) for name in GENERATION_INPUTS if name in values}
+    options |= {name: _value(name, values) for name in GENERATION_INPUTS if name in values and not _blank(values[name])}
+    if bias := _bias_of_words(values, defaults.tokens_of):
+        if "logit_bias" in values:
+            raise InvalidRequest("logit_bias and embedding_bias_words exclude each other: give one of them")
+        options["logit_bias"] = bias
     if options.get("top_p") == 0:  # off, to clients of TensorRT-LLM's models
         options["top_p"] = 1.0
     if options.get("max_tokens", 1) < 1:
@@ -97,11 +105,13 @@ def parse_request(tensors: Mapping[str, np.ndarray], parameters: Mapping[str, An
     runtime |= _guide(values)
     runtime["raw"] = not _flag(values, "apply_chat_template", defaults.apply_chat_template)
     runtime["logprobs"] = 0 if _flag(values, "return_log_probs", False) else None
+    stream = _flag(values, "stream", False)
     return Request(
         prompt=prompt,
         options=runtime,
-        stream=_flag(values, "stream", False),
-        echo=not _flag(values, "exclude_input_in_output", True),
+        stream=stream,
+        # A stream never begins with the prompt: clients of TensorRT-LLM's models would take it for the answer.
+        echo=not stream and not _flag(values, "exclude_input_in_output", True),
         count_input=_flag(values, "return_num_input_tokens", False),
         count_output=_flag(values, "return_num_output_tokens", False),
         timeout=_timeout(parameters.get(TIMEOUT)),
@@ -129,9 +139,41 @@ def _refuse_unsupported(values: Mapping[str, np.ndarray], defaults: Defaults) ->
         raise InvalidRequest(f"end_id is {end}, and only a token that ends this model's text is supported: {known}")
 
 
+def _blank(array: np.ndarray) -> bool:
+    """Whether there is nothing but empty texts in `array`, as clients have it that send every input."""
+    return array.size > 0 and array.dtype == np.object_ and not any(array)
+
+
 def _value(name: str, values: Mapping[str, np.ndarray]) -> Any:
-    """The value of a generation option's input: one, or several texts."""
-    return _words(values, name) if DEFAULTS[name].kind is tuple else _scalar(name, values[name][0])
+    """The value of a generation option's input: one, or several, or numbers by token id."""
+    option = DEFAULTS[name]
+    if option.kind is dict:
+        return _numbers(name, _text(name, values[name][0]))
+    if option.kind is not tuple:
+        return _scalar(name, values[name][0])
+    return values[name].tolist() if option.items is int else _words(values, name)
+
+
+def _numbers(name: str, text: str) -> Any:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise InvalidRequest(f'{name} is {text!r:.60}, wanted a JSON object of numbers by token id: {{"11": -5}}')
+    return found
+
+
+def _bias_of_words(values: Mapping[str, np.ndarray], tokens_of: Callable[[str], Sequence[int]]) -> dict[int, float]:
+    """What the biases of texts, as TensorRT-LLM's clients send them, come to by token."""
+    words, weights = (values.get(name, np.empty(0)) for name in _BIASED)
+    if len(words) != len(weights):
+        raise InvalidRequest(f"{_BIASED[0]} has {len(words)} texts, and {_BIASED[1]} {len(weights)}: give as many")
+    found: dict[int, float] = {}
+    for word, weight in zip(words, weights, strict=True):
+        for token in tokens_of(_text(_BIASED[0], word)):
+            found[token] = found.get(token, 0.0) + _scalar(_BIASED[1], weight)
+    return found
 
 
 def _guide(values: Mapping[str, np.ndarray]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """A real Triton Inference Server without a container or a GPU: start it on loopback ports, stop it.
 
-    python -m tests.support.tritonserver REPOSITORY      # serve in the foreground until Ctrl-C
+    python -m tests.support.tritonserver REPOSITORY [-- FLAGS]      # serve in the foreground until Ctrl-C
 
 or, in a program, `with TritonServer(repository) as server: ... server.http_url ...`.
 """
@@ -41,7 +41,8 @@ _PR_SET_PDEATHSIG = 1
 _run_number = itertools.count()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback address that nobody has now."""
     sockets = [socket.socket(socket.AF_INET, socket.SOCK_STREAM) for _ in range(count)]
     try:
         for each in sockets:
@@ -79,6 +80,7 @@ class TritonServer:
         ports: HTTP, gRPC and metrics port; three free ones when not given.
         metrics: keep figures and serve them.
         arguments: further `tritonserver` arguments.
+        log: a file for its log, which is kept; None: one that goes with the server.
         cache: where the server is unpacked.
     """
 
@@ -91,8 +93,10 @@ class TritonServer:
         ports: tuple[int, int, int] | None = None,
         metrics: bool = True,
         arguments: Sequence[str] = (),
+        log: Path | None = None,
         cache: Path | None = None,
     ) -> None:
+        self._log = log
         self._repository = repository
         self._fixed_ports = ports
         self._arguments = list(arguments)
@@ -135,7 +139,7 @@ class TritonServer:
         """What the server and its models have printed since the last start."""
         if self._scratch is None:
             return self._last_log
-        return (self._scratch / "log").read_text(errors="replace")
+        return (self._log or self._scratch / "log").read_text(errors="replace")
 
     def start(self, timeout: float = 60.0) -> None:
         """Starts the server and waits until it reports that it is ready.
@@ -162,7 +166,7 @@ class TritonServer:
     def _launch(self, files: ServerFiles) -> subprocess.Popen[bytes]:
         self._scratch = Path(tempfile.mkdtemp(prefix="tritonserver-run-"))
         lay_out_backends(files, self._scratch / "backends")
-        self.http_port, self.grpc_port, self.metrics_port = self._fixed_ports or _free_ports(3)
+        self.http_port, self.grpc_port, self.metrics_port = self._fixed_ports or free_ports(3)
         command = [
             str(files.binary),
             f"--id={self._prefix}",
@@ -184,7 +188,7 @@ class TritonServer:
         environment["LD_LIBRARY_PATH"] = ":".join(folder for folder in libraries if folder)
         # The backend takes the first `python3` on PATH for its interpreter; PYTHONPATH does not reach it.
         environment["PATH"] = f"{python / 'bin'}:{environment.get('PATH', '')}"
-        with open(self._scratch / "log", "wb") as log:
+        with open(self._log or self._scratch / "log", "wb") as log:
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -270,6 +274,10 @@ class TritonServer:
 @command
 def main(
     repository: Annotated[Path, typer.Argument(help="Model repository.")],
+    flags: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- FLAGS]", help="Further flags for tritonserver, behind `--`.")
+    ] = None,
+    log: Annotated[Path, typer.Option(help="File for the server's log.")] = Path("tritonserver.log"),
     http_port: Annotated[int, typer.Option(help="Port of the HTTP endpoint.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="Port of the gRPC endpoint.")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="Port of the metrics page.")] = 8002,
@@ -284,10 +292,12 @@ def main(
     signal.signal(signal.SIGINT, end)
     with (
         contextlib.suppress(KeyboardInterrupt),
-        TritonServer(repository, ports=(http_port, grpc_port, metrics_port)) as server,
+        TritonServer(
+            repository, ports=(http_port, grpc_port, metrics_port), arguments=flags or (), log=log.absolute()
+        ) as server,
     ):
         err.print(
-            f"ready: http://{server.http_url} grpc://{server.grpc_url} {server.metrics_url}",
+            f"ready: http://{server.http_url} grpc://{server.grpc_url} {server.metrics_url}, log: {log}",
             highlight=False,
             soft_wrap=True,
         )

@@ -17,6 +17,7 @@ from via_sd.tools.commands.generate import generate
 from via_sd.tools.commands.inspect import inspect
 from via_sd.tools.commands.score import score
 from via_sd.tools.commands.search import search
+from via_sd.tools.commands.serve import serve
 from via_sd.tools.commands.triton import triton
 from via_sd.tools.commands.validate import validate
 
@@ -44,7 +45,7 @@ def _main(
     """VIA-SD speculative decoding: export a verifier and its slim-verifier over one set of weights, and run them."""
 
 
-for verb in (export, search, generate, chat, score, calibrate, bench, validate, build, triton, inspect, demo):
+for verb in (export, search, generate, chat, score, calibrate, bench, validate, build, triton, serve, inspect, demo):
     app.command()(verb)
 
 

@@ -58,6 +58,12 @@ def triton(
         bool,
         typer.Option("--chat-template", help="Put prompts through the chat template unless a request says not to."),
     ] = False,
+    unsigned_counts: Annotated[
+        bool,
+        typer.Option(
+            "--unsigned-counts", help="Take whole numbers as UINT32, as LangChain's connector sends them, not as INT32."
+        ),
+    ] = False,
     instances: Annotated[int, typer.Option(help="Processes that each load the bundle.")] = 1,
     gpu: Annotated[list[int] | None, typer.Option(help="Device for instances; repeat for several.")] = None,
     environment: Annotated[
@@ -88,13 +94,13 @@ def triton(
         instances=instances,
         gpus=tuple(gpu or ()),
         environment=environment,
+        unsigned_counts=unsigned_counts,
     )
     if layout is Layout.pipeline:
         folder = write_repository(bundle, repository, name=name, options=options, copy=copy, warm_up=warm_up)
     else:
         folder = write_tiers(bundle, repository, name=name, options=options, copy=copy)
-    serve = f"tritonserver --model-repository={repository.resolve()}"
-    err.print(f"wrote {folder}; serve it with: {serve}", highlight=False, soft_wrap=True)
+    err.print(f"wrote {folder}; serve it with: via-sd-export serve {repository}", highlight=False, soft_wrap=True)
 
 
 def _defaults(mode: str | None, given: list[str]) -> dict[str, str]:

@@ -72,11 +72,12 @@ class GenerationConfig:
     )
     logit_bias: Mapping[int, float] | None = declare(
         None, "Add to the logit of a token: ID=BIAS, -100 to 100; there may be several.", range=Range(-100, 100),
-        if_none="none",
+        if_none="none", served=Served.REQUEST,
     )  # fmt: skip
     suppress_tokens: Sequence[int] | None = declare(
-        None, "Ids of tokens that are never generated.", range=Range(0), if_none="those of the model"
-    )
+        None, "Ids of tokens that are never generated.", range=Range(0), if_none="those of the model",
+        served=Served.REQUEST,
+    )  # fmt: skip
     bad_words: Sequence[str] | None = declare(
         None, "A text that is never generated; there may be several.", if_none="those of the model",
         served=Served.REQUEST,
@@ -108,7 +109,9 @@ class GenerationConfig:
         served=Served.REQUEST,
     )  # fmt: skip
     stop: Sequence[str] | None = declare((), "A string that ends the text and is not part of it; there may be several.")
-    stop_token_ids: Sequence[int] = declare((), "Ids of tokens that end the text.", range=Range(0))
+    stop_token_ids: Sequence[int] = declare(
+        (), "Ids of tokens that end the text.", range=Range(0), served=Served.REQUEST
+    )
     skip_special_tokens: bool = declare(True, "Leave special tokens out of the text.")
     echo: bool = declare(False, "Begin the text with the prompt.")
     ignore_eos: bool = declare(False, "Go on after end-of-sequence tokens.", served=Served.REQUEST)

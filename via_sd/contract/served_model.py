@@ -14,7 +14,7 @@ from typing import Any, Literal
 from via_sd.contract.generation_options import OPTIONS
 from via_sd.contract.options import Option, Served
 
-DataType = Literal["STRING", "BOOL", "INT32", "UINT64", "FP32"]
+DataType = Literal["STRING", "BOOL", "INT32", "UINT32", "UINT64", "FP32"]
 _DATA_TYPES: dict[type, DataType] = {str: "STRING", bool: "BOOL", int: "INT32", float: "FP32"}
 
 
@@ -36,7 +36,9 @@ def _one(name: str, data_type: DataType, meaning: str, *, optional: bool = True)
 def _input_of(option: Option) -> TensorSpec:
     """A request's input for a generation option."""
     if option.kind is tuple:
-        return TensorSpec(option.triton_name, "STRING", (-1,), option.help)
+        return TensorSpec(option.triton_name, _DATA_TYPES[option.items], (-1,), option.help)
+    if option.kind is dict:
+        return _one(option.triton_name, "STRING", "added to the logits of tokens: a JSON object of numbers by token id")
     wide = option.kind is int and 2**31 <= option.range.high < math.inf  # INT32 is what clients send of the others
     return _one(option.triton_name, "UINT64" if wide else _DATA_TYPES[option.kind], option.help)
 
@@ -61,7 +63,9 @@ INPUTS = (
     TensorSpec("stop_words", "STRING", (-1,), "texts that end the output; they are not part of it"),
     _one("guided_decoding_guide_type", "STRING", f"what form the answer has: {', '.join(GUIDE_TYPES)}"),
     _one("guided_decoding_guide", "STRING", "the JSON schema, regular expression or grammar of that form"),
-    _one("exclude_input_in_output", "BOOL", "false puts the prompt in front of the output; true is the default"),
+    TensorSpec("embedding_bias_words", "STRING", (-1,), "texts to whose tokens a bias is added"),
+    TensorSpec("embedding_bias_weights", "FP32", (-1,), "the biases of these texts"),
+    _one("exclude_input_in_output", "BOOL", "false puts the prompt in front of an answer in one piece"),
     _one("apply_chat_template", "BOOL", "wrap the prompt in the model's chat template as a user's message"),
     _one("return_num_input_tokens", "BOOL", "adds the output num_input_tokens"),
     _one("return_num_output_tokens", "BOOL", "adds the output num_output_tokens"),

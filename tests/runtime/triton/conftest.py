@@ -53,8 +53,8 @@ def pipeline(bundle: Path) -> Pipeline:
 @pytest.fixture(scope="session")
 def repository(bundle: Path, precise_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository with the model as it is by default, `narrow`, which takes one request and lets one wait, `hasty`,
-    which lets none wait or run for long, `told`, which has defaults of its own, and `precise`, whose slim tier is in
-    int8."""
+    which lets none wait or run for long, `told`, which has defaults of its own, `precise`, whose slim tier is in
+    int8, and `unsigned`, whose counts are UINT32."""
     root = tmp_path_factory.mktemp("repository")
     write_repository(bundle, root, options=ServingOptions(threads=1))
     others = {
@@ -64,6 +64,7 @@ def repository(bundle: Path, precise_bundle: Path, tmp_path_factory: pytest.Temp
     }
     for name, options in others.items():
         write_repository(bundle, root, name=name, options=options, copy=False, warm_up=False)
+    write_repository(bundle, root, name="unsigned", options=ServingOptions(threads=1, unsigned_counts=True), copy=False)
     write_repository(precise_bundle, root, name="precise", options=ServingOptions(threads=1), copy=False, warm_up=False)
     return root
 
@@ -71,7 +72,9 @@ def repository(bundle: Path, precise_bundle: Path, tmp_path_factory: pytest.Temp
 @pytest.fixture(scope="session")
 def server(repository: Path) -> Iterator[TritonServer]:
     """The running server, every model loaded."""
-    with TritonServer(repository, explicit=True, load=(MODEL, "narrow", "hasty", "told", "precise")) as running:
+    with TritonServer(
+        repository, explicit=True, load=(MODEL, "narrow", "hasty", "told", "precise", "unsigned")
+    ) as running:
         yield running
 
 
