@@ -21,14 +21,24 @@ class TokenLogprobs:
     top: list[tuple[int, float]]
 
 
+#: Text, and the tier that its tokens came from.
+Piece = tuple[str, str]
+
+
 @dataclass(frozen=True)
 class Chunk:
-    """What one round added: certain text, and the tokens emitted in it (their text may still be held back)."""
+    """What one round added: certain text, and the tokens emitted in it (their text may still be held back).
+
+    Attributes:
+        pieces: the text in parts, each with the tier that its tokens came from (`draft`, `slim`, `full`; `prompt` for
+            what `echo` puts in front).
+    """
 
     text: str
     token_ids: list[int]
     tiers: list[str]
     finish_reason: str | None = None
+    pieces: list[Piece] = field(default_factory=list, repr=False)
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,7 @@ class Completion:
         stats: counts and times, see docs/statistics.md.
         seed: the random stream's key; the same seed gives the same output.
         logprobs: per emitted token, if asked for.
+        pieces: the text in parts by tier, see `Chunk`.
         margins: with `keep_margins`, every token that `routed` asked slim for and full then judged.
     """
 
@@ -55,6 +66,7 @@ class Completion:
     seed: int
     logprobs: list[TokenLogprobs] | None = field(default=None)
     margins: list[JudgedMargin] = field(default_factory=list, repr=False)
+    pieces: list[Piece] = field(default_factory=list, repr=False)
 
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = {

@@ -131,7 +131,7 @@ class GrammarConstraint(Constraint):
                 known = self._end
             else:
                 bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-                known = np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
+                known = np.unpackbits(bits, bitorder="little")[: self._vocab_size].view(bool)
             self._masks[len(generated)] = known
         return known
 

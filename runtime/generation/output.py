@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from via_sd.contract.generation_options import GenerationConfig
 from via_sd.runtime.decoding.statistics import Counters
 from via_sd.runtime.engines.rows import Row
-from via_sd.runtime.generation.completion import Chunk, Completion, TokenLogprobs
+from via_sd.runtime.generation.completion import Chunk, Completion, Piece, TokenLogprobs
 from via_sd.runtime.generation.text import Detokenizer, TextStream
 
 
@@ -38,6 +39,9 @@ class Output:
         self._token_ids: list[int] = []
         self._tiers: list[str] = []
         self._handed_out = 0
+        self._ends: list[int] = []  # where each token's text ends
+        self._shown = 0  # characters handed out
+        self._pieces: list[Piece] = [(self._echo, "prompt")] if self._echo else []
 
     def take(self, token: int, tier: str, row: Row) -> bool:
         """Take one token; False if it completes the text. See `Run.on_token`."""
@@ -48,6 +52,7 @@ class Output:
         searching = len(self._token_ids) > self._unstoppable
         # An end-of-sequence token is no text, unless special tokens are; a request's own stop token is.
         more = token in self._silent or self._text.push(token, searching=searching)
+        self._ends.append(self._text.length)
         if token in self.stop_tokens or not more:
             self.reason = "stop"
             return False
@@ -57,10 +62,27 @@ class Output:
         """What came since the last one."""
         start, self._handed_out = self._handed_out, len(self._token_ids)
         text = self._text.take() if self.reason is None else self._text.finish()
+        pieces = [(self._echo, "prompt")] if self._echo else []
+        pieces += self._by_tier(text)
         text, self._echo = self._echo + text, ""
         if self.reason == "length" and self._text.stopped:  # the last token completed a stop string, and more
             self.reason = "stop"
-        return Chunk(text, self._token_ids[start:], self._tiers[start:], self.reason)
+        return Chunk(text, self._token_ids[start:], self._tiers[start:], self.reason, pieces)
+
+    def _by_tier(self, text: str) -> list[Piece]:
+        """What was taken of the text now, in parts by the tier of the tokens whose text it is."""
+        begin, at = self._shown, 0
+        self._shown += len(text)
+        found: list[Piece] = []
+        while at < len(text):
+            token = min(bisect_right(self._ends, begin + at), len(self._ends) - 1)
+            # The last token has all that follows: bytes of an unfinished character, too.
+            end = len(text) if token == len(self._ends) - 1 else min(self._ends[token] - begin, len(text))
+            _append(found, text[at:end], self._tiers[token])
+            at = end
+        for piece in found:
+            _append(self._pieces, *piece)
+        return found
 
     def completion(self, counters: Counters, seed: int) -> Completion:
         """Everything, once there is a reason."""
@@ -75,7 +97,15 @@ class Output:
             seed=seed,
             logprobs=self._logprobs,
             margins=counters.margins,
+            pieces=self._pieces,
         )
+
+
+def _append(pieces: list[Piece], text: str, tier: str) -> None:
+    """Add a piece, to the last one if that is of the same tier."""
+    if pieces and pieces[-1][1] == tier:
+        text = pieces.pop()[0] + text
+    pieces.append((text, tier))
 
 
 def _logprobs(row: Row, token: int, alternatives: int) -> TokenLogprobs:

@@ -101,6 +101,11 @@ class TextStream:
         return self._show(len(self._decoded))
 
     @property
+    def length(self) -> int:
+        """Characters decoded so far that are or will be shown, unless they turn out to begin a stop string."""
+        return len(self._decoded) - sum(end - start for start, end in self._hidden)
+
+    @property
     def text(self) -> str:
         """All text taken so far."""
         return self._visible(0, self._shown)

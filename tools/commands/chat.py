@@ -51,7 +51,7 @@ class Conversation:
             stream = self._pipeline.stream(messages, self._config, cancel=cancel)
             try:
                 for chunk in stream:
-                    show(chunk)
+                    show(chunk.pieces)
             finally:
                 out.print()
         self.last = stream.completion

@@ -80,6 +80,6 @@ def _show(pipeline: Pipeline, mode: str, max_new_tokens: int) -> None:
     out.rule(Text.assemble((mode, "bold"), f", router {router}" if router else ""), align="left")
     stream = pipeline.stream(PROMPTS[-1].text, mode=mode, router=router, max_new_tokens=max_new_tokens, audit_tail=True)
     for chunk in stream:
-        show(chunk)
+        show(chunk.pieces)
     out.print()
     err.print(summary(stream.completion), highlight=False)

@@ -11,7 +11,7 @@ import typer
 
 from via_sd.contract.generation_options import OPTIONS
 from via_sd.contract.mode_names import ROUTED
-from via_sd.runtime import Chunk, Completion, GenerationConfig
+from via_sd.runtime import Completion, GenerationConfig
 from via_sd.tools.commands.console import CommandError, command, err, out, print_json
 from via_sd.tools.commands.generation_options import with_generation_options
 from via_sd.tools.commands.options import AsJson, PipelineOptions, with_pipeline_options
@@ -47,7 +47,7 @@ def generate(
     stream = pipeline.stream(given.prompt, config, **given.options)
     try:
         for chunk in stream:
-            show(chunk)
+            show(chunk.pieces)
     finally:  # whatever ends the text, what is said next begins a line
         out.print()
     err.print(summary(stream.completion), highlight=False)
@@ -75,6 +75,6 @@ def _print_several(found: Sequence[Completion], *, as_json: bool) -> None:
         return
     for number, each in enumerate(found, 1):
         err.print(f"-- answer {number}, seed {each.seed}", highlight=False)
-        show(Chunk(each.text, each.token_ids, each.tiers))
+        show(each.pieces)
         out.print()
         err.print(summary(each), highlight=False)

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
-from via_sd.runtime import Chunk, Completion
+from via_sd.runtime import Completion
 from via_sd.tools.commands.console import out, printable
 
 #: Colour of a token by its tier.
 TIER_STYLES = {"draft": "green", "slim": "yellow", "full": "default"}
 
 
-def show(chunk: Chunk) -> None:
-    """Print a chunk in the colour of its tier, character for character (rich's own `Text` would expand tabs).
-
-    Its text may lag behind its tokens; the last token's tier colours what has become certain.
-    """
-    style = Style.parse(TIER_STYLES[chunk.tiers[-1]] if chunk.tiers else "default")
-    text = printable(chunk.text) if out.is_terminal else chunk.text
-    out.print(Segments([Segment(text, style)]), end="", soft_wrap=True)
+def show(pieces: Iterable[tuple[str, str]]) -> None:
+    """Print text in the colours of its tiers, character for character (rich's own `Text` would expand tabs)."""
+    segments = [
+        Segment(printable(text) if out.is_terminal else text, Style.parse(TIER_STYLES.get(tier, "default")))
+        for text, tier in pieces
+    ]
+    out.print(Segments(segments), end="", soft_wrap=True)
 
 
 def summary(completion: Completion) -> Text:

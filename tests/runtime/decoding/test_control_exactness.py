@@ -80,6 +80,7 @@ RULES: dict[str, dict[str, Any]] = {
     ("mode", "kind", "rules"),
     [
         ("plain", "ngram", "bans"),
+        ("plain", "ngram", "penalties"),
         ("speculative", "ngram", "bans"),
         ("speculative", "model", "penalties"),
         ("cascade", "mask", "bans"),

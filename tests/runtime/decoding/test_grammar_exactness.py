@@ -38,6 +38,7 @@ SCHEMA = {
     "required": ["kind", "depth", "names"],
     "additionalProperties": False,
 }
+PENALTIES: dict[str, Any] = {"presence_penalty": 0.8, "frequency_penalty": 0.6, "logit_bias": {256: 1.0, 64: -1.0}}
 LARK = 'start: "(" start ")" | LETTERS\nLETTERS: /[a-c]{1,3}/'
 
 
@@ -116,15 +117,21 @@ def test_greedy_answers_are_those_of_plain_with_the_same_grammar(
     given, _ = GRAMMARS[name]
     pipeline = build(kind, tmp_path, tokenizer)
     for prompt in ("a", "the the the", "in {"):
-        options: dict[str, Any] = {"max_new_tokens": 60, "frequency_penalty": 0.5, **given}
+        options: dict[str, Any] = {
+            "max_new_tokens": 60,
+            "frequency_penalty": 0.5,
+            "logit_bias": {64: 2, 256: -2},
+            **given,
+        }
         plain = pipeline.generate(prompt, mode="plain", **options)
         found = pipeline.generate(prompt, mode=mode, **options)
         assert (found.token_ids, found.finish_reason) == (plain.token_ids, plain.finish_reason)
 
 
+@pytest.mark.parametrize("rules", [{}, PENALTIES], ids=["grammar alone", "with penalties and biases"])
 @pytest.mark.parametrize(("mode", "kind"), [("plain", "ngram"), ("speculative", "model"), ("cascade", "mask")])
 def test_answers_follow_the_probabilities_that_the_grammar_leaves(
-    mode: str, kind: str, tokenizer: Tokenizer, tmp_path: Path
+    mode: str, kind: str, rules: dict[str, Any], tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     vocab = tokenizer.get_vocab_size()
     logits = markov_logits(vocab, sharpness=1.0, slim=0.5, deep=0.8)
@@ -151,15 +158,24 @@ def test_answers_follow_the_probabilities_that_the_grammar_leaves(
             known[answer] = found
         return known[answer]
 
+    def change(token: int, answer: tuple[int, ...]) -> float:
+        """What the rules add to a logit, token by token."""
+        if not rules:
+            return 0.0
+        count = answer.count(token)
+        penalty = rules["presence_penalty"] * (count > 0) + rules["frequency_penalty"] * count
+        return float(rules["logit_bias"].get(token, 0.0) - penalty)
+
     for seed in range(500):
         found = pipeline.generate(
-            "b", mode=mode, seed=seed, gamma=(None, 2, 5)[seed % 3], temperature=1.0, choices=CHOICES, max_new_tokens=20
-        )
+            "b", mode=mode, seed=seed, gamma=(None, 2, 5)[seed % 3], temperature=1.0, choices=CHOICES,
+            max_new_tokens=20, **rules,
+        )  # fmt: skip
         assert found.finish_reason == "stop"
         for at, token in enumerate(found.token_ids):
             answer = tuple(found.token_ids[:at])
             row = logits("full", (answer[-1] if answer else pipeline.encode("b")[-1],), 0)
-            weights = {each: math.exp(row[each]) for each in allowed(answer)}
+            weights = {each: math.exp(row[each] + change(each, answer)) for each in allowed(answer)}
             total = sum(weights.values())
             tally.add(answer, token, [weights.get(each, 0.0) / total for each in range(vocab)])
     assert tally.impossible == 0

@@ -2,50 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
-import select
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.support.command_line import SCRIPT, invoke, refused
-
-PATIENCE = 60.0
-
-
-class Terminal:
-    """A program at a terminal of its own, whose keys are pressed and whose screen is read."""
-
-    def __init__(self, *command: str) -> None:
-        self._process, self._master = pty.fork()
-        if self._process == 0:
-            os.environ.update(TERM="xterm", COLUMNS="200")
-            os.execv(command[0], command)
-
-    def press(self, keys: str) -> None:
-        os.write(self._master, keys.encode())
-
-    def read_until(self, pattern: str) -> str:
-        """What the screen shows until `pattern`, without colours and the like."""
-        seen, deadline = b"", time.monotonic() + PATIENCE
-        while time.monotonic() < deadline:
-            text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode(errors="replace"))
-            if re.search(pattern, text):
-                return text
-            if select.select([self._master], [], [], 0.1)[0]:
-                try:
-                    seen += os.read(self._master, 1)  # what follows the pattern is left for the next
-                except OSError:
-                    break
-        raise AssertionError(f"{pattern!r} is not in {seen!r}")
-
-    def exit_code(self) -> int:
-        _, status = os.waitpid(self._process, 0)
-        os.close(self._master)
-        return os.waitstatus_to_exitcode(status)
+from tests.support.terminal import Terminal
 
 
 def test_a_conversation_at_a_terminal(tiny_bundle: Path) -> None:
@@ -76,6 +39,20 @@ def test_a_conversation_at_a_terminal(tiny_bundle: Path) -> None:
     terminal.press("x" * 200 + "\n")
     terminal.read_until("/reset forgets the conversation")
     terminal.press("/reset\n/quit\n")
+    assert terminal.exit_code() == 0
+
+
+def test_a_token_at_a_terminal_has_the_colour_of_its_tier(tiny_bundle: Path) -> None:
+    terminal = Terminal(
+        str(SCRIPT), "chat", str(tiny_bundle), "--threads", "1", "--mode", "speculative", "--ignore-eos",
+        "--max-new-tokens", "40", "--logit-bias", "65=100",
+    )  # fmt: skip
+    terminal.read_until(r"\n> $")
+    terminal.press("bbbbbbbbbb\n")
+    terminal.read_until(r"accepted.*\s+> $|b{40}\s+> $")
+    green = re.findall(r"\x1b\[32m(b+)\x1b\[0m", terminal.printed)
+    assert 20 < len("".join(green)) < 40, "drafted tokens are green, and full's own are not"
+    terminal.press("\x04")
     assert terminal.exit_code() == 0
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.support.command_line import invoke, refused, run_script
-from via_sd.runtime import Chunk, load_bundle
+from via_sd.runtime import load_bundle
 from via_sd.runtime.generation.policy_file import measured_files
 from via_sd.tools.commands.console import out
 
@@ -84,7 +84,7 @@ def test_tabs_and_runs_of_blanks_reach_stdout_unchanged(capsys):
     from via_sd.tools.commands.generate import show
 
     text = "if x:\n\treturn  [y]   # [bold] :smile: " + "long " * 60 + "\n"
-    show(Chunk(text, [1], ["slim"]))
+    show([(text[:9], "slim"), (text[9:], "full")])
     assert capsys.readouterr().out == text
 
 
@@ -132,7 +132,7 @@ def test_a_mode_without_its_tier_is_refused(tiny_checkpoint, tmp_path):
 
 
 def test_ctrl_c_during_a_text_ends_its_line(tiny_bundle, monkeypatch):
-    def show(chunk: Chunk) -> None:
+    def show(pieces: object) -> None:
         out.print("text", end="")
         raise KeyboardInterrupt
 
