@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from via_sd.contract.generation_options import GRAMMARS, OPTIONS, GenerationConfig
+from via_sd.contract.generation_options import GRAMMARS, OPTIONS, GenerationConfig, for_mode, refuse_routing
 from via_sd.contract.manifest import Bundle
 from via_sd.contract.mode_names import AUTO, CALIBRATED, ROUTED, SLIM_MODES, SPECULATIVE
 from via_sd.errors import RequestError
@@ -25,6 +25,7 @@ def resolve(config: GenerationConfig, policy: Policy | None, *, has_slim: bool) 
     Raises:
         RequestError: a mode or router that the bundle or the policy lacks something for.
     """
+    refuse_routing(config)
     if config.mode == AUTO:
         config = _resolve_auto(config, policy)
     if config.mode in SLIM_MODES and not has_slim:
@@ -78,7 +79,7 @@ def _resolve_auto(config: GenerationConfig, policy: Policy | None) -> Generation
         del open_["router"]
     if config.router == CALIBRATED:
         open_ = {name: value for name, value in open_.items() if name not in ("alpha1", "alpha2")}
-    return replace(config, **open_)
+    return GenerationConfig(**for_mode(vars(replace(config, **open_))))
 
 
 def _is_calibrated(config: GenerationConfig) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from via_sd.contract.generation_options import for_mode
 from via_sd.contract.served_model import (
     DEFAULTS,
     GENERATION_INPUTS,
@@ -100,7 +101,7 @@ def parse_request(tensors: Mapping[str, np.ndarray], parameters: Mapping[str, An
         options["top_p"] = 1.0
     if options.get("max_tokens", 1) < 1:
         raise InvalidRequest(f"max_tokens is {options['max_tokens']}, wanted 1 or more")
-    runtime = runtime_options(options)
+    runtime = for_mode(runtime_options(options)) if "mode" in values else runtime_options(options)
     runtime["stop"] = _words(values, "stop_words")
     runtime |= _guide(values)
     runtime["raw"] = not _flag(values, "apply_chat_template", defaults.apply_chat_template)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from via_sd.contract.generation_options import for_mode
+from via_sd.contract.mode_names import SPECULATIVE
 from via_sd.errors import RequestError
 from via_sd.progress import Progress, no_progress
 from via_sd.runtime import GenerationConfig, Pipeline
@@ -69,17 +71,21 @@ def run_bench(
     every = {PLAIN: {"mode": PLAIN}, **settings}
     base = {"max_new_tokens": max_new_tokens, "ignore_eos": True, "audit_tail": True, **options}
     for setting in every.values():
-        pipeline.generate(prompts[0].text, GenerationConfig(**{**base, **setting, "max_new_tokens": 16}))
+        pipeline.generate(prompts[0].text, _config(base, setting, max_new_tokens=16))
     samples = []
     total = repeats * len(prompts) * len(every)
     for repeat in range(repeats):
         for index, prompt in enumerate(prompts):
-            pipeline.generate(prompt.text, GenerationConfig(mode="speculative", **{**base, "max_new_tokens": 3}))
+            pipeline.generate(prompt.text, _config(base, {"mode": SPECULATIVE}, max_new_tokens=3))
             for label, setting in every.items():
-                completion = pipeline.generate(prompt.text, GenerationConfig(**{**base, **setting}))
+                completion = pipeline.generate(prompt.text, _config(base, setting))
                 samples.append(Sample(label, index, repeat, completion.token_ids, completion.stats, completion.margins))
                 progress(f"{label}: prompt {index + 1} of {len(prompts)}", len(samples) / total)
     return samples
+
+
+def _config(base: Mapping[str, Any], setting: Mapping[str, Any], **more: Any) -> GenerationConfig:
+    return GenerationConfig(**for_mode({**base, **setting, **more}))
 
 
 def summarise(samples: Sequence[Sample], prompts: Sequence[Prompt]) -> dict[str, dict[str, Any]]:

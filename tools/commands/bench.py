@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from via_sd.contract.generation_options import for_mode
 from via_sd.contract.kv import kv_bytes
 from via_sd.contract.mode_names import AUTO, CALIBRATED
 from via_sd.files import write_whole
@@ -74,7 +75,7 @@ def bench(
     options = read_settings(settings or [], "--set")
     if fixed := sorted({"mode", "max_new_tokens"} & options.keys()):
         raise CommandError(f"--set {fixed[0]}: use --modes and --max-new-tokens")
-    configs = {mode: pipeline.resolve(GenerationConfig(mode=mode, **options)) for mode in chosen}
+    configs = {mode: pipeline.resolve(GenerationConfig(**for_mode({"mode": mode, **options}))) for mode in chosen}
     check_writable(json_file, report)
     if report:
         pyplot()  # a missing matplotlib is reported now rather than when everything is measured

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from via_sd.contract.generation_options import refuse_routing
 from via_sd.contract.mode_names import CALIBRATED, SLIM_MODES
 from via_sd.contract.served_model import parse_default, runtime_options
 from via_sd.runtime import Bundle, GenerationConfig, load_bundle
@@ -115,6 +116,7 @@ def _check_defaults(defaults: dict[str, str], bundle: Bundle, layout: Layout) ->
     except ValueError as error:
         raise CommandError(f"--default: {error}") from None
     config = GenerationConfig(**options)
+    refuse_routing(config)
     if config.mode in SLIM_MODES and bundle.slim is None:
         raise CommandError(f"mode {config.mode} needs a slim-verifier, and {bundle.path} was exported without a mask")
     if layout is Layout.tiers and config.router == CALIBRATED:

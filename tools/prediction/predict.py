@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from via_sd.contract.generation_options import for_mode
 from via_sd.contract.graphs import DRAFTER, FULL
 from via_sd.contract.manifest import Bundle
 from via_sd.runtime import GenerationConfig, Pipeline
@@ -125,7 +126,7 @@ class Predictor:
     def _forecast(self, trace: Trace, setting: Mapping[str, Any]) -> Forecast:
         self._meter.reset()
         length = len(trace.text)
-        config = GenerationConfig(**{**setting, "max_new_tokens": length, "ignore_eos": True})
+        config = GenerationConfig(**for_mode({**setting, "max_new_tokens": length, "ignore_eos": True}))
         self._pipeline.generate(list(trace.prompt), config)
         return Forecast(1e3 * (length - 1) / self._meter.elapsed_ms, dict(self._meter.passes))
 

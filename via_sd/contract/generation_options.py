@@ -10,8 +10,9 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from via_sd.contract.mode_names import AUTO, CALIBRATED, MODES, ROUTERS
+from via_sd.contract.mode_names import AUTO, CALIBRATED, EXACT_MODES, MODES, ROUTED, ROUTERS
 from via_sd.contract.options import Option, Range, Served, declare, options_of
 from via_sd.errors import RequestError
 
@@ -19,6 +20,8 @@ from via_sd.errors import RequestError
 ALPHA1, ALPHA2 = 0.5, 0.3
 #: Options that say what form an answer has.
 GRAMMARS = ("json_schema", "regex", "grammar", "choices")
+#: Options that say how a router decides, or what it is to tell: only `routed` has one.
+ROUTING = ("router", "alpha1", "alpha2", "keep_margins")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +184,25 @@ class GenerationConfig:
     def greedy(self) -> bool:
         """Whether tokens are chosen rather than drawn."""
         return self.temperature == 0
+
+
+def refuse_routing(config: GenerationConfig) -> None:
+    """Refuse what a mode without a router cannot do.
+
+    Raises:
+        RequestError: `config` names an exact mode and sets an option of the router.
+    """
+    asked = [name for name in ROUTING if getattr(config, name) != OPTIONS[name].default]
+    if asked and config.mode in EXACT_MODES:
+        raise RequestError(
+            f"{asked[0]} concerns the router, and mode {config.mode} has none; use mode {ROUTED}, or leave it out"
+        )
+
+
+def for_mode(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options`, meant for several modes, without those of the router where they name an exact one."""
+    dropped = ROUTING if options.get("mode") in EXACT_MODES else ()
+    return {name: value for name, value in options.items() if name not in dropped}
 
 
 #: The options of a generation by name.

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.pipelines import LETTERS, ScriptedDrafter, WatchedPipeline, table_pipeline
 from tests.support.table_engine import Call, TableEngine, scripted_logits
+from via_sd.contract.generation_options import for_mode
 from via_sd.runtime import Chunk
 from via_sd.runtime.decoding.statistics import Statistics
 from via_sd.runtime.generation.stream import CompletionStream
@@ -45,9 +46,8 @@ class Scene:
         if draft_with is None:
             self.pipeline.replacement = lambda *_: ScriptedDrafter(*([ids(x) for x in block] for block in blocks))
         self.cancel = threading.Event()
-        self.stream: CompletionStream = self.pipeline.stream(
-            "a", cancel=self.cancel, **{"raw": True, "gamma": 8, "max_new_tokens": 40, "router": "paper", **options}
-        )
+        given = {"raw": True, "gamma": 8, "max_new_tokens": 40, "router": "paper", **options}
+        self.stream: CompletionStream = self.pipeline.stream("a", cancel=self.cancel, **for_mode(given))
         self._looked = 0
 
     def round(self) -> tuple[str, list[str]]:

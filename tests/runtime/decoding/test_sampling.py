@@ -15,6 +15,7 @@ from scipy import stats
 from tests.support.distributions import brute_force_probabilities
 from tests.support.pipelines import WatchedPipeline, table_pipeline
 from tests.support.table_engine import TableEngine, digest_of, hashed_logits
+from via_sd.contract.generation_options import for_mode
 from via_sd.runtime import GenerationConfig, RequestError
 from via_sd.runtime.decoding.random_stream import Purpose, RandomStream
 from via_sd.runtime.decoding.sampling import Processor, draw
@@ -176,8 +177,8 @@ def test_no_random_number_is_used_twice_in_a_text(
     for seed in range(6):
         used.clear()
         pipeline.generate(
-            "abcab", mode=mode, raw=True, seed=seed, temperature=1.0, max_new_tokens=150, gamma=4, alpha2=0.8,
-            router="paper",
+            "abcab", raw=True, seed=seed, temperature=1.0, max_new_tokens=150, gamma=4,
+            **for_mode({"mode": mode, "alpha2": 0.8, "router": "paper"}),
         )  # fmt: skip
         assert len(used) >= 150 or mode == "routed"
         assert len(set(used)) == len(used)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.pipelines import WatchedPipeline
 from tests.support.tiny import MAX_SEQ_LEN
+from via_sd.contract.generation_options import for_mode
 from via_sd.contract.graphs import FULL
 from via_sd.runtime.decoding.cache import SequenceCache
 from via_sd.runtime.decoding.passes import complete
@@ -94,7 +95,7 @@ def test_after_every_round_the_buffers_hold_what_fresh_passes_write(
     kind: str, mode: str, temperature: float, tiny_pipelines: dict[str, WatchedPipeline]
 ) -> None:
     pipeline = tiny_pipelines[kind]
-    options: dict[str, Any] = {"mode": mode, "temperature": temperature, "seed": 5, "alpha2": 0.8, "max_lag": 24}
+    options = for_mode({"mode": mode, "temperature": temperature, "seed": 5, "alpha2": 0.8, "max_lag": 24})
     rounds = 0
     for prompt in ("Hello there", "x" * 215, "the in of the"):
         stream = pipeline.stream(prompt, raw=True, ignore_eos=True, max_new_tokens=70, **options)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support.pipelines import LETTERS, AdversarialDrafter, WatchedPipeline, table_pipeline
 from tests.support.table_engine import TableEngine, digest_of, hashed_logits
+from via_sd.contract.generation_options import for_mode
 from via_sd.runtime import EXACT_MODES, Completion, GenerationConfig
 from via_sd.runtime.decoding.audit import Audit
 from via_sd.runtime.decoding.drafters import Draft
@@ -89,7 +90,7 @@ def test_everything_a_completion_says_agrees(mode: str, kind: str, tmp_path_fact
             sampled = request["temperature"] > 0
             pipeline.replacement = lambda *_: AdversarialDrafter(VOCAB, lambda s: s[-1], len(prompt), sampled=sampled)
         cancel = threading.Event()
-        stream = pipeline.stream(prompt, mode=mode, cancel=cancel, **request)
+        stream = pipeline.stream(prompt, cancel=cancel, **for_mode({"mode": mode, **request}))
         text, tokens, tiers, reason = "", [], [], None
         for number, chunk in enumerate(stream):
             assert reason is None, "nothing follows the chunk that names the finish reason"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.support.pipelines import LETTERS, WatchedPipeline, table_pipeline
 from tests.support.table_engine import TableEngine, hashed_logits
 from tests.support.tiny import MAX_SEQ_LEN
+from via_sd.contract.generation_options import for_mode
 from via_sd.errors import RequestError
 from via_sd.runtime import Completion, GenerationConfig, Pipeline
 
@@ -84,7 +85,8 @@ def check_interleaved_clients(pipeline: WatchedPipeline, clients: list[Any], see
         size, mode, greedy, _ = clients[number]
         prompt = "".join(LETTERS[k * k % VOCAB] for k in range(size))  # each begins like the others
         sampling: dict[str, Any] = {"temperature": 0.0 if greedy else 0.8, "seed": number}
-        return {"prompt": prompt, "mode": mode, "raw": True, "max_new_tokens": 25, "alpha2": 0.7, **sampling}
+        given = {"prompt": prompt, "mode": mode, "raw": True, "max_new_tokens": 25, "alpha2": 0.7, **sampling}
+        return for_mode(given)
 
     wanted = [pipeline.generate(**options(number)) for number in range(len(clients))]
     streams = {number: pipeline.stream(**options(number)) for number in range(len(clients))}

@@ -15,6 +15,7 @@ import pytest
 from tests.runtime.decoding.test_greedy_exactness import assert_equal_or_near_tie
 from tests.support.pipelines import LETTERS, ScriptedDrafter, WatchedModel, WatchedPipeline, table_pipeline
 from tests.support.table_engine import EngineFailedError, TableEngine, TableKVBuffers, hashed_logits
+from via_sd.contract.generation_options import for_mode
 from via_sd.runtime import BusyError, Completion, Pipeline
 from via_sd.runtime.decoding.tiered_model import SequenceCaches
 
@@ -51,7 +52,7 @@ class CountingPipeline(WatchedPipeline):
 
 def request(number: int) -> dict[str, Any]:
     """Request `number` of a mixed load: every mode, greedy and sampled, prompts that share beginnings."""
-    return {
+    given = {
         "prompt": "".join(LETTERS[(number * k) % VOCAB] for k in range(1, 4 + number % 17)),
         "mode": MODES[number % 4],
         "temperature": 0.9 if number % 3 else 0.0,
@@ -60,6 +61,7 @@ def request(number: int) -> dict[str, Any]:
         "alpha2": 0.7,
         "raw": True,
     }
+    return for_mode(given)
 
 
 def run_all(work: Callable[[int], Any]) -> list[Any]:
@@ -255,7 +257,7 @@ def test_a_stream_that_never_begins_takes_no_slot(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_pipeline_is_as_good_as_new_after_a_failure_in_any_step(mode: str, draft_with: str, tmp_path: Path) -> None:
     logits = hashed_logits(VOCAB)
-    options: dict[str, Any] = {"mode": mode, "raw": True, "max_new_tokens": 30, "gamma": 3, "router": "paper"}
+    options = for_mode({"mode": mode, "raw": True, "max_new_tokens": 30, "gamma": 3, "router": "paper"})
     model = TableEngine(lambda tier, *at: logits("slim", *at), VOCAB, tiers=("full",))
     fresh = table_pipeline(TableEngine(logits, VOCAB), tmp_path, draft_with=model if draft_with == "model" else "ngram")
     wanted = fresh.generate("abcabc", **options).token_ids

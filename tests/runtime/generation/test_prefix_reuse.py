@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.runtime.decoding.test_greedy_exactness import assert_equal_or_near_tie
 from tests.support.pipelines import LETTERS, WatchedPipeline, table_pipeline
 from tests.support.table_engine import TableEngine, hashed_logits
+from via_sd.contract.generation_options import for_mode
 
 VOCAB = 8
 CAPACITY = 128
@@ -54,7 +55,7 @@ def test_any_turn_of_a_chat_is_what_it_would_be_cold(kind: str, tmp_path_factory
             prompt = (text[: turn["keep"]] + turn["then"])[: CAPACITY - 30]
             options = {k: v for k, v in turn.items() if k not in ("keep", "then", "hang_up")}
             # Loose gates leave slim's KV behind where full has not been.
-            options |= {"raw": True, "alpha2": 1.0, "router": "paper", "gamma": 3}
+            options = for_mode({**options, "raw": True, "alpha2": 1.0, "router": "paper", "gamma": 3})
             if turn["hang_up"]:
                 stream = warm.stream(prompt, **options)
                 next(stream)
@@ -131,11 +132,12 @@ def test_a_second_turn_on_a_real_engine_is_what_it_would_be_cold(
     options: dict[str, Any] = {"raw": True, "max_new_tokens": 40, "ignore_eos": True, "alpha2": 0.8, "router": "paper"}
     first = pipeline.generate("The quick brown fox", mode="routed", **options)
     prompt = "The quick brown fox" + first.text + " and then"
-    warm = pipeline.generate(prompt, mode=mode, **options)
+    options = for_mode({**options, "mode": mode})
+    warm = pipeline.generate(prompt, **options)
     assert warm.stats.reused_prefix_tokens > 15
     cold = WatchedPipeline(
         pipeline.bundle, pipeline.verifier, pipeline.drafter, max_sequences=1, retained_slots=0, slot_timeout=None
-    ).generate(prompt, mode=mode, **options)
+    ).generate(prompt, **options)
     assert cold.stats.reused_prefix_tokens == 0
     if mode == "routed":
         # A gate may fall either way by rounding; far more often the texts are the same.

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from tests.support.pipelines import WatchedPipeline, table_pipeline
 from tests.support.table_engine import TableEngine, hashed_logits
 from tests.support.tiny import MAX_SEQ_LEN
+from via_sd.contract.generation_options import OPTIONS, ROUTING
 from via_sd.files import fast_hash
 from via_sd.runtime import BundleError, GenerationConfig, Pipeline, RequestError, load_bundle
 from via_sd.runtime.generation.chat import render_chat
@@ -305,6 +306,39 @@ def test_modes_that_need_slim_are_refused_where_there_is_none(tmp_path: Path) ->
         with pytest.raises(RequestError, match=f"mode {mode} needs a slim-verifier.*exported without a mask.*--mask"):
             pipeline.stream("abc", mode=mode, raw=True)
     assert pipeline.generate("abc", raw=True, max_new_tokens=4).stats.mode in ("plain", "speculative")
+
+
+@pytest.mark.parametrize("mode", ["plain", "speculative", "cascade"])
+@pytest.mark.parametrize(
+    "asked", [{"router": "paper"}, {"alpha1": 0.4}, {"alpha2": 0.4}, {"keep_margins": True}], ids=str
+)
+def test_what_concerns_the_router_is_refused_in_a_mode_that_has_none(
+    mode: str, asked: dict[str, Any], pipeline: WatchedPipeline
+) -> None:
+    (name,) = asked
+    with pytest.raises(RequestError, match=f"{name} concerns the router, and mode {mode} has none; use mode routed"):
+        pipeline.stream("x", mode=mode, raw=True, **asked)
+    assert pipeline.generate("x", mode="routed", raw=True, max_new_tokens=3, **asked).stats.mode == "routed"
+    assert pipeline.generate("x", raw=True, max_new_tokens=3, **asked).stats.mode == "speculative", "auto has none here"
+
+
+SATISFIED: dict[str, Any] = {  # every other option, with another value than its default
+    "max_new_tokens": 4, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1,
+    "presence_penalty": 0.1, "frequency_penalty": 0.1, "logit_bias": {5: 1.0}, "suppress_tokens": [5],
+    "bad_words": ["x"], "no_repeat_ngram_size": 3, "min_new_tokens": 2, "json_schema": "{}", "regex": "[a-z]+",
+    "grammar": 'root ::= "a"', "choices": ["a", "b"], "seed": 3, "stop": ["x"], "stop_token_ids": [5],
+    "skip_special_tokens": False, "echo": True, "ignore_eos": True, "raw": True, "logprobs": 2, "gamma": 2,
+    "max_lag": 5, "max_divergence": 0.5, "audit_tail": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["plain", "speculative", "cascade", "routed"])
+def test_every_other_option_is_taken_in_every_mode(mode: str, pipeline: WatchedPipeline) -> None:
+    pytest.importorskip("llguidance", reason="needs the grammar extra")
+    assert {*SATISFIED, *ROUTING, "mode"} == set(OPTIONS)
+    for name, value in SATISFIED.items():
+        given: dict[str, Any] = {"max_new_tokens": 4, name: value}
+        assert pipeline.generate("the", mode=mode, **given).stats.mode == mode, name
 
 
 def test_a_stream_has_no_completion_before_its_end(pipeline: WatchedPipeline) -> None:

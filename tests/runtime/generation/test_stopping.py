@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.support.pipelines import AdversarialDrafter, WatchedPipeline, table_pipeline
 from tests.support.table_engine import TableEngine, digest_of
+from via_sd.contract.generation_options import for_mode
 from via_sd.runtime import Completion
 from via_sd.runtime.generation.text import Detokenizer, TextStream
 
@@ -217,8 +218,8 @@ def _check_scene(
     pipeline: WatchedPipeline, scene: dict[str, Any], mode: str, script: list[int], eos: list[int]
 ) -> None:
     stream = pipeline.stream(
-        "Go on: ", mode=mode, raw=True, max_new_tokens=scene["limit"], stop=scene["stop"],
-        ignore_eos=scene["ignore_eos"], gamma=scene["gamma"], router="paper",
+        "Go on: ", raw=True, max_new_tokens=scene["limit"], stop=scene["stop"],
+        ignore_eos=scene["ignore_eos"], gamma=scene["gamma"], **for_mode({"mode": mode, "router": "paper"}),
     )  # fmt: skip
     chunks = list(stream)
     found: Completion = stream.completion
