@@ -190,7 +190,11 @@ class CascadePlanner:
         return best, best_worth
 
     def _slim_worth(self, situation: int, drafted: int) -> float:
-        """What the round is worth with a slim pass over `drafted` tokens next, and then as many over one as pay."""
+        """What the round is worth with a slim pass over `drafted` tokens next, and then as many over one as pay.
+
+        What margins will tell is left out, but where a round begins with a token of slim's own: the reference may be
+        what slim brings that stops at the first unsure token, and a round must be worth what its reference promises.
+        """
         mean, reference = self._mean, self._reference
         added, kept, last = self._slim_tokens(situation, drafted)
         expected, last, cost = self._expected + self._survival * kept, self._survival * last, self._slim[drafted + 1]
@@ -200,7 +204,11 @@ class CascadePlanner:
             expected += last
             cost += self._slim[1]
             further += 1
-        return 1 + expected - reference * (cost + self._full[round(len(self._pending) + 1 + added + further)])
+        worth = 1 + expected - reference * (cost + self._full[round(len(self._pending) + 1 + added + further)])
+        if not self._pending and not drafted:
+            tokens, cost = self._until_unsure()
+            worth = max(worth, tokens - reference * cost)
+        return worth
 
     def _slim_tokens(self, situation: int, drafted: int) -> tuple[float, float, float]:
         """Of a slim pass: tokens it adds, those of them that full keeps, probability that full keeps the last."""
@@ -234,10 +242,11 @@ class CascadePlanner:
                 last *= self._mean
                 expected += last
                 cost += self._slim[1]
-        return max(best, self._rate_until_unsure())
+        tokens, cost = self._until_unsure()
+        return max(best, tokens / cost)
 
-    def _rate_until_unsure(self) -> float:
-        """Tokens per cost where slim writes up to the first token of the lowest margins, which ends the round."""
+    def _until_unsure(self) -> tuple[float, float]:
+        """Tokens and cost of a round in which slim writes up to the first token of the lowest margins."""
         agreement = self.agreement
         shares = agreement.shares()
         sure = sum(share * agreement.rate(index) for index, share in enumerate(shares) if index) / sum(shares[1:])
@@ -247,4 +256,4 @@ class CascadePlanner:
             survival *= sure
             expected += survival
         expected += survival * agreement.rate(0)
-        return expected / (length * self._slim[1] + self._full[length + 1])
+        return expected, length * self._slim[1] + self._full[length + 1]
