@@ -15,6 +15,7 @@ import numpy as np
 from via_sd.contract.graphs import FULL
 from via_sd.runtime.decoding.cache import SequenceCache
 from via_sd.runtime.decoding.passes import Beside
+from via_sd.runtime.decoding.slim_agreement import OTHERS, AgreementPrior
 
 _LARGEST = 512  # tokens of a pass that costs are asked for, one more
 
@@ -56,17 +57,19 @@ class StepCost:
 
 @dataclass(frozen=True)
 class CostModel:
-    """What the forward passes of all tiers cost.
+    """What the forward passes of all tiers cost, and what those of slim are expected to bring.
 
     Attributes:
         full: of a full pass over S tokens.
         slim: of a slim pass over S tokens.
         draft: of one drafted token, in full passes over one; 0 for a drafter that runs no model.
+        agreement: how often full is expected to keep a token of slim's.
     """
 
     full: StepCost
     slim: StepCost
     draft: float = 0.0
+    agreement: AgreementPrior = OTHERS
 
 
 class RoundCost:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from via_sd.masks import Mask
 from via_sd.runtime.decoding.cost_model import CostModel, StepCost
+from via_sd.runtime.decoding.slim_agreement import expected_agreement
 
 #: Latency of a pass over S tokens by the precision of the weights, in float32 passes over one token (SmolLM2-135M, ONNX
 #: Runtime 1.32, two x86-64 cores).
@@ -29,7 +30,8 @@ def default_costs(precision: str, *, slim: Mask | None, drafter: str) -> CostMod
     """Costs of a bundle in `precision` with the slim-verifier `slim` (None: it has none)."""
     full = _LATENCY[precision]
     costs = {size: full[size] if slim is None else _tier_latency(slim, precision, size) for size in full}
-    return CostModel(_relative(full, full[1]), _relative(costs, full[1]), _DRAFT.get(drafter, 0.0))
+    draft = _DRAFT.get(drafter, 0.0)
+    return CostModel(_relative(full, full[1]), _relative(costs, full[1]), draft, expected_agreement(slim))
 
 
 def _tier_latency(mask: Mask, precision: str, size: int) -> float:

@@ -14,16 +14,15 @@ costs, never a clock: the same seed gives the same passes, but for a greedy text
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from via_sd.runtime.decoding.cost_model import CostModel
 from via_sd.runtime.decoding.passes import ALONE, Beside
-from via_sd.runtime.decoding.running_ratio import RunningRatio
+from via_sd.runtime.decoding.slim_agreement import SlimAgreement
 
 #: Lengths of a draft that is put to slim. Longer ones than the last are put to the full verifier, where they cost less.
-_SLIM_DRAFTS = (0, 1, 2, 3, 4, 6, 8)
+_SLIM_DRAFTS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 #: Longest draft behind the pending tokens in a full pass.
 _FULL_DRAFT = 15
 #: Most pending tokens: a full pass over more is as long as a chunk of a prompt.
@@ -40,51 +39,6 @@ class Pass:
     draft_length: int
 
 
-class SlimAgreement:
-    """How often the full verifier keeps a token of slim's, by slim's margin there (see `Row.margin`).
-
-    Margins tell far better than chance where the two part: with an int8 slim-verifier of SmolLM2-135M the full verifier
-    kept 74 % of the tokens with a margin below 0.3, and all of 1,368 others.
-    """
-
-    #: Margins that separate the classes.
-    BOUNDS = (0.3, 1.5)
-    #: To begin with, by class: share of its tokens that full keeps, as measured there with room for slim-verifiers that
-    #: agree less; and share of slim's tokens.
-    _KEPT = (0.75, 0.98, 0.995)
-    _SHARE = (0.1, 0.3, 0.6)
-    _WEIGHT = 20.0  # in tokens
-    _MEMORY = 0.98  # per token
-
-    def __init__(self) -> None:
-        self._kept = [RunningRatio(self._MEMORY, prior, self._WEIGHT) for prior in self._KEPT]
-        self._share = [RunningRatio(self._MEMORY, prior, self._WEIGHT) for prior in self._SHARE]
-
-    def classify(self, margin: float) -> int:
-        return bisect_right(self.BOUNDS, margin)
-
-    def rate(self, margin_class: int) -> float:
-        """Probability that full keeps a token of slim's of this class."""
-        return self._kept[margin_class].value
-
-    def shares(self) -> list[float]:
-        """Share of slim's tokens by class."""
-        return [share.value for share in self._share]
-
-    def mean(self) -> float:
-        """Probability that full keeps a token of slim's whose margin is not known yet."""
-        return sum(share.value * kept.value for share, kept in zip(self._share, self._kept, strict=True))
-
-    def wrote(self, margin_class: int) -> None:
-        """Slim wrote a token of this class."""
-        for index, share in enumerate(self._share):
-            share.add(index == margin_class)
-
-    def judged(self, margin_class: int, kept: bool) -> None:
-        """Full judged a token of slim's."""
-        self._kept[margin_class].add(kept)
-
-
 class CascadePlanner:
     """Plans the passes of one sequence.
 
@@ -94,7 +48,7 @@ class CascadePlanner:
     full pass is worth more.
 
     Args:
-        costs: of passes.
+        costs: of passes, and what is expected of slim.
         acceptance: probability that a drafted token is kept, by the situation it is drafted in (`Drafter.expectation`).
     """
 
@@ -105,7 +59,7 @@ class CascadePlanner:
         self._per_pending = costs.full.per_token
         self._draft_cost = costs.draft
         self._acceptance = acceptance
-        self.agreement = SlimAgreement()
+        self.agreement = SlimAgreement(costs.agreement)
         self._pending: list[int] = []  # margin classes
         self._survival = 1.0  # probability that full keeps every pending token
         self._expected = 0.0  # expected number of pending tokens that full keeps

@@ -65,6 +65,7 @@ def costs_of(bundle: Bundle, policy: Policy | None) -> CostModel:
         StepCost(policy.full_cost),
         costs.slim if policy.slim_cost is None else StepCost(policy.slim_cost),
         costs.draft if policy.draft_cost is None else policy.draft_cost,
+        costs.agreement,
     )
 
 

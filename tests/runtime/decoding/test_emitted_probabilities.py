@@ -25,7 +25,7 @@ from via_sd.runtime.decoding.verification import acceptance as real_acceptance
 
 VOCAB = 6
 CAPACITY = 208
-TEXTS = 40
+TEXTS = 64
 #: A false alarm in one case in ten thousand; seeds are fixed, so it stays the same until the algorithm changes.
 ALPHA = 1e-4
 LOGITS: LogitsTable = markov_logits(VOCAB, sharpness=0.9, slim=0.5, deep=0.8)

@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
+from via_sd.masks import Mask
 from via_sd.runtime.decoding.cost_model import CostModel, StepCost
 from via_sd.runtime.decoding.passes import Beside
-from via_sd.runtime.decoding.planner import CascadePlanner, Pass, SlimAgreement
+from via_sd.runtime.decoding.planner import CascadePlanner, Pass
+from via_sd.runtime.decoding.slim_agreement import EIGHT_BITS, OTHERS, SlimAgreement, expected_agreement
 
 #: A float32 verifier of 135M parameters and its int8 slim-verifier on two cores.
 FULL = StepCost({1: 1.0, 2: 1.03, 4: 1.09, 8: 1.29, 16: 1.72})
@@ -60,6 +62,28 @@ def test_a_slim_verifier_that_pays_alone_is_left_out_of_passes_that_are_full():
     assert planner.choose(0, 100) == Pass(slim=False, draft_length=0)
     planner.begin(0)
     assert planner.choose(0, 100).slim
+
+
+@pytest.mark.parametrize("cost", [0.3, 0.4, 0.5, 0.55, 0.6])
+def test_a_round_begins_with_slim_where_that_promises_more_than_a_full_pass(cost: float):
+    """The promise is that slim stops where it is unsure; a look ahead that knows nothing of margins promises less."""
+    full = StepCost({1: 1.0, 2: 1.2, 4: 1.42, 8: 1.76, 16: 2.27, 32: 3.24})
+    slim = StepCost({size: cost * (1 + 0.12 * (size - 1)) for size in (1, 2, 4, 8, 16, 32)})
+    planner = CascadePlanner(CostModel(full, slim, agreement=EIGHT_BITS), never)
+    planner.begin(0)
+    assert planner.choose(0, 100) == Pass(slim=True, draft_length=0)
+
+
+def test_a_slim_verifier_in_eight_bits_is_expected_to_agree_most():
+    whole = Mask.from_layers([True] * 4)
+    assert expected_agreement(whole.in_precision("int8")) == EIGHT_BITS
+    skipping = Mask.from_layers([True, False, True, True]).in_precision("int8")
+    for other in (None, whole.in_precision("int4"), skipping):
+        assert expected_agreement(other) == OTHERS
+    rates = [SlimAgreement(prior).mean() for prior in (OTHERS, EIGHT_BITS)]
+    assert rates[0] < rates[1] < 1
+    assert sum(EIGHT_BITS.share) == pytest.approx(1)
+    assert sum(OTHERS.share) == pytest.approx(1)
 
 
 def test_slim_writes_until_it_is_unsure():
