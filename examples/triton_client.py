@@ -23,17 +23,16 @@ def tensor(name: str, datatype: str, value: object) -> grpc.InferInput:
 
 
 answers: queue.Queue = queue.Queue()
-client = grpc.InferenceServerClient(address)
-client.start_stream(callback=lambda result, error: answers.put((result, error)))
 inputs = [
     tensor("text_input", "BYTES", prompt.encode()),
     tensor("apply_chat_template", "BOOL", True),
     tensor("stream", "BOOL", True),
     tensor("max_tokens", "INT32", 48),
 ]
-client.async_stream_infer("via_sd", inputs, enable_empty_final_response=True)
-final = False
-try:
+with grpc.InferenceServerClient(address) as client:  # one that is left open may keep the program from ending
+    client.start_stream(callback=lambda result, error: answers.put((result, error)))
+    client.async_stream_infer("via_sd", inputs, enable_empty_final_response=True)
+    final = False
     while not final:
         result, error = answers.get()
         if error:
@@ -45,5 +44,3 @@ try:
         if (reason := result.as_numpy("finish_reason")) is not None:
             print(f"\nended by {reason[0, 0].decode()}")
         final = response.parameters["triton_final_response"].bool_param
-finally:  # an open stream keeps the program from ending
-    client.stop_stream()

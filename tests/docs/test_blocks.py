@@ -60,7 +60,9 @@ def read_documents() -> Iterator[object]:
 
 
 def run(command: list[str], block: Block, folder: Path, environment: Mapping[str, str]) -> None:
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
     where = f"{block.document}, line {block.line}:\n{block.text}"
     assert done.returncode == 0, f"{where}\n{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr, f"{where}\n{done.stderr}"

@@ -36,7 +36,7 @@ def example(clone_with_bundle: Path, environment: dict[str, str]) -> Example:
     def run(name: str, *arguments: object) -> str:
         command = [sys.executable, ROOT / "examples" / name, *map(str, arguments)]
         done = subprocess.run(
-            command, cwd=clone_with_bundle, env=environment, capture_output=True, text=True, check=False
+            command, cwd=clone_with_bundle, env=environment, capture_output=True, text=True, check=False, timeout=300
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
