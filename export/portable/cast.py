@@ -5,9 +5,23 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from via_sd.contract.graphs import ROW_LOGITS
+from via_sd.contract.graphs import LOGITS
 from via_sd.errors import ExportError
 from via_sd.export.passes.values import find_output
+
+
+def float32_logits(graph: ir.Graph) -> ir.Value:
+    """Let a `Cast` to float32 make the logits of `graph`, whatever its products work in; the new output."""
+    native = find_output(graph, LOGITS.name)
+    assert native is not None
+    index = list(graph.outputs).index(native)
+    native.name = f"{LOGITS.name}_native"
+    cast = ir.node("Cast", [native], {"to": ir.DataType.FLOAT.value}, name=LOGITS.name)
+    graph.append(cast)
+    logits = cast.outputs[0]
+    logits.name, logits.type, logits.shape = LOGITS.name, ir.TensorType(ir.DataType.FLOAT), native.shape
+    graph.outputs[index] = logits
+    return logits
 
 
 class CastPass(ir.passes.InPlacePass):
@@ -33,7 +47,7 @@ class CastPass(ir.passes.InPlacePass):
             if tensor is not None and tensor.dtype == ir.DataType.FLOAT:
                 value.const_value = _converted(tensor, self.dtype, value.name or "")
                 value.type = ir.TensorType(self.dtype)
-        logits = find_output(graph, ROW_LOGITS.name)
+        logits = find_output(graph, LOGITS.name)
         assert logits is not None
         for value in [*graph.inputs, *graph.outputs, *(v for node in graph for v in node.outputs)]:
             if value is not logits and value.dtype == ir.DataType.FLOAT:

@@ -8,6 +8,7 @@ import onnx_ir as ir
 from via_sd.contract.graphs import LOGITS, ROW_LOGITS
 from via_sd.errors import UnsupportedModelError
 from via_sd.export.passes.values import find_output, shape_of
+from via_sd.export.portable.cast import float32_logits
 from via_sd.export.portable.constants import add
 
 
@@ -27,16 +28,9 @@ class HeadPass(ir.passes.InPlacePass):
             _untie_layout(graph, node)
         logits = find_output(graph, LOGITS.name)
         assert logits is not None
-        index = list(graph.outputs).index(logits)
-        logits.name = f"{LOGITS.name}_native"
-        cast = ir.node("Cast", [logits], {"to": ir.DataType.FLOAT.value}, name=ROW_LOGITS.name)
-        graph.append(cast)
-        out = cast.outputs[0]
-        out.name = ROW_LOGITS.name
-        out.type = ir.TensorType(ir.DataType.FLOAT)
         vocabulary = logits.shape[-1] if logits.shape is not None else None
+        out = float32_logits(graph)
         out.shape = shape_of(ROW_LOGITS, vocab=vocabulary if isinstance(vocabulary, int) else None)
-        graph.outputs[index] = out
         return ir.passes.PassResult(model, modified=True)
 
 

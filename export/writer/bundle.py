@@ -47,8 +47,8 @@ def export_bundle(
         masks: masks or mask files; the first is the slim-verifier.
         mask_format: what a bare array in a mask file means.
         drafter: `ngram`, `mask:FILE` (a deeper mask of the verifier), or another model with the same vocabulary.
-        precision: of the weights: `fp32`, or weight-only `int8` or `int4` (blocks of 32, symmetric); by default what
-            the weights are in an ONNX decoder, and `fp32` otherwise.
+        precision: `fp32`; `fp16` or `bf16`, which activations and KV are in, too; or weight-only `int8` or `int4`
+            (blocks of 32, symmetric); by default what the weights are in an ONNX decoder, and `fp32` otherwise.
         slim_precision: of what the slim-verifier keeps, its LM head included: `int8` or `int4`; without masks the
             slim-verifier is then the whole model in that precision. Masks can say it of each sublayer.
         max_seq_len: capacity of a KV buffer in tokens; the model's limit or 4096, whichever is less, by default.

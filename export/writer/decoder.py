@@ -3,7 +3,7 @@
 lowered graph
   -> FuseGateUpPass   what is quantised: gate and up projection as one product
   -> check            the float32 graph against its reference, with the weights as they are in memory
-  -> QuantizePass     full, and a variant for each other precision that a mask names
+  -> QuantizePass     (CastPass for 16 bits) full, and a variant for each other precision that a mask names
   -> RoutePass        every tier in one graph; PrunePass: each mask's tier as a graph of its own
   -> write            weights once, graphs that refer to them; bridges are fitted with what is written, and written
   -> check            the written graph against the reference
@@ -31,10 +31,17 @@ from via_sd.export.passes import (
 from via_sd.export.passes.lower import lower
 from via_sd.export.sources.checkpoint import Checkpoint
 from via_sd.export.writer.bridges import fit_bridges
-from via_sd.export.writer.check import Reference, check_logits, reference_logits, source_logits
+from via_sd.export.writer.check import (
+    FP16_TOLERANCE,
+    FP32_TOLERANCE,
+    Reference,
+    check_logits,
+    reference_logits,
+    source_logits,
+)
 from via_sd.export.writer.describe import describe_kv, describe_values
 from via_sd.export.writer.input_energy import add_energy_outputs, input_energy
-from via_sd.export.writer.precision import quantise
+from via_sd.export.writer.precision import halve, is_half, quantise
 from via_sd.export.writer.stepper import Stepper
 from via_sd.export.writer.variants import quantised_variants
 from via_sd.export.writer.weights import (
@@ -72,7 +79,7 @@ def write_decoder(
 
     Args:
         masks: of the tiers besides full, nested.
-        precision: of the weights.
+        precision: of the weights; in 16 bits of activations and KV, too.
         max_seq_len: capacity of a KV buffer in tokens.
         check: compare with transformers, or with the graph it came from.
 
@@ -81,11 +88,11 @@ def write_decoder(
         UnsupportedModelError: a model whose structure or semantics a bundle cannot have.
     """
     lower(source.model, source.config, max_seq_len)
-    kv = describe_kv(source.model)
     reference = _reference(source, max_seq_len, progress) if check else None
     # In a decoder of some precision, a mask that names it means what full does.
     branches = [mask.keeping(precision) for mask in masks]
     model, substitutes = _quantised(source, branches, precision, reference, max_seq_len, progress)
+    kv = describe_kv(model)
     weights = write_weights(_without_bridges(model, branches, substitutes), directory, progress)
     bridges = fit_bridges(
         model, branches, substitutes, weights, directory, precision, source.config, max_seq_len, progress
@@ -110,9 +117,14 @@ def write_decoder(
             "added_bytes": size,
         }
     result = None
-    if reference:
+    if reference and precision != "bf16":  # for which ONNX Runtime's CPU provider has no kernels
         progress("checking the bundle's graph", None)
-        found = check_logits(Stepper(directory / GRAPH_FILE), reference, quantised=_is_quantised(source, precision))
+        found = check_logits(
+            Stepper(directory / GRAPH_FILE),
+            reference,
+            quantised=_is_quantised(source, precision),
+            tolerance=FP16_TOLERANCE if is_half(precision) else FP32_TOLERANCE,
+        )
         result = {"against": reference.computed_by, **found.to_json()}
     manifest = {
         "graph": f"{directory.name}/{GRAPH_FILE}",
@@ -135,7 +147,7 @@ def _without_bridges(model: ir.Model, masks: list[Mask], substitutes: Substitute
 
 def _is_quantised(source: Checkpoint, precision: str) -> bool:
     """Whether the export quantises full."""
-    return source.precision is None and precision != "fp32"
+    return source.precision is None and precision.startswith("int")
 
 
 def _quantised(
@@ -153,12 +165,16 @@ def _quantised(
     fused: ir.Model = model.clone()
     FuseGateUpPass()(fused)
     quantise_full = _is_quantised(source, precision)
+    half = is_half(precision)
     fitted = any("int4" in mask.precisions for mask in masks) or (quantise_full and precision == "int4")
-    energy = _measure(fused, source.config, reference if quantise_full else None, fitted, max_seq_len, progress)
+    energy = _measure(fused, source.config, reference if quantise_full or half else None, fitted, max_seq_len, progress)
     substitutes = Substitutes(quantised_variants(fused, masks, energy, progress))
     if quantise_full:
         quantise(fused, precision, progress, energy)
-    return (model if precision == "fp32" else fused), substitutes
+    if half:
+        for graph in (model, *substitutes.variants.values()):
+            halve(graph, precision)
+    return (model if precision == "fp32" or half else fused), substitutes
 
 
 def _reference(source: Checkpoint, max_seq_len: int, progress: Progress) -> Reference:
@@ -178,7 +194,7 @@ def _measure(
     max_seq_len: int,
     progress: Progress,
 ) -> dict[str, np.ndarray]:
-    """Hold the float32 graph that is about to be quantised to float32 limits: afterwards only quantisation can differ.
+    """Hold the float32 graph that is about to be quantised or cast to float32 limits: later only that can differ.
 
     Args:
         reference: None if there is nothing to compare.

@@ -1,4 +1,4 @@
-"""Precision of a bundle's weights: which it is, and how a graph gets it."""
+"""Precision of a bundle: which it is, and how a graph gets it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,25 @@ import onnx_ir as ir
 
 from via_sd.errors import ExportError
 from via_sd.export.passes import QuantizePass
+from via_sd.export.portable.cast import CastPass, float32_logits
 from via_sd.export.sources.checkpoint import Checkpoint
 from via_sd.progress import Progress
 
-Precision = Literal["fp32", "int8", "int4"]
-PRECISIONS: tuple[Precision, ...] = ("fp32", "int8", "int4")
+Precision = Literal["fp32", "fp16", "bf16", "int8", "int4"]
+PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "int8", "int4")
+#: Precisions of weights, activations and KV alike; the others are of weights.
+_HALF = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 
 
 def check_precision(precision: str | None) -> None:
     """Raise `ExportError` for a precision that no bundle has."""
     if precision is not None and precision not in PRECISIONS:
-        raise ExportError(
-            f"precision {precision!r} is not known; the CPU bundle takes {', '.join(PRECISIONS)} "
-            "(fp16 and bf16 are for engines)"
-        )
+        raise ExportError(f"precision {precision!r} is not known; a bundle takes {', '.join(PRECISIONS)}")
+
+
+def is_half(precision: str) -> bool:
+    """Whether activations and KV are in 16 bits, as the weights are."""
+    return precision in _HALF
 
 
 def precision_of(wanted: str | None, source: Checkpoint, name: str) -> str:
@@ -52,5 +57,14 @@ def quantise(
     progress: Progress,
     energy: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> None:
-    """Make the weights of a lowered graph `int4` or `int8`, in place; for `energy` see `QuantizePass`."""
+    """Make the weights of a lowered float32 graph `int4` or `int8`, in place; for `energy` see `QuantizePass`."""
     QuantizePass(int(precision.removeprefix("int")), energy=energy, progress=progress)(model)
+
+
+def halve(model: ir.Model, precision: str) -> None:
+    """Make weights, activations and KV of a lowered float32 graph `fp16` or `bf16`, in place; logits stay float32.
+
+    Weights are converted one by one when they are written.
+    """
+    float32_logits(model.graph)
+    CastPass(_HALF[precision])(model)

@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 
+#: Floating-point types of a graph's inputs, as ONNX Runtime calls them.
+_FLOATS = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+
 
 class Stepper:
     """A session over a graph; errors of ONNX Runtime are passed on.
@@ -26,13 +29,15 @@ class Stepper:
         source = graph if isinstance(graph, bytes) else str(graph)
         self.session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
         self._weights = weights
+        inputs = self.session.get_inputs()
+        self._floats = {value.name: _FLOATS[value.type] for value in inputs if value.type in _FLOATS}
         self._kv: dict[str, tuple[str, Any]] = {}
 
     def hold(self, past: str, present: str, shape: Sequence[int]) -> None:
-        """Allocate a float32 KV buffer of `shape`, bound to the input `past` and the output `present`; it is empty."""
+        """Allocate an empty KV buffer of `shape`, bound to the input `past` and the output `present`."""
         import onnxruntime as ort
 
-        self._kv[past] = present, ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32))
+        self._kv[past] = present, ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, self._floats[past]))
 
     def step(self, feeds: Mapping[str, np.ndarray], wanted: Sequence[str]) -> dict[str, np.ndarray]:
         """Run one step; the `wanted` outputs by name, in memory of their own."""

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from via_sd.contract.graphs import FULL
 from via_sd.errors import ExportError
+from via_sd.export.writer.precision import is_half
 from via_sd.masks import QUANTISED_STATES, Mask, MaskFormat, ModelIdentity, read_mask
 
-_BITS = {"fp32": 32, "int8": 8, "int4": 4}
+_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "int4": 4}
 
 
 def resolve_mask(mask: Mask | str | Path, model: ModelIdentity, mask_format: MaskFormat | None) -> Mask:
@@ -37,7 +38,7 @@ def drafter_mask(drafter: str, model: ModelIdentity, mask_format: MaskFormat | N
 
 
 def check_precisions(mask: Mask, precision: str, *, quantised_source: bool) -> None:
-    """Refuse a tier in more bits than full, or in fewer than weights that came quantised.
+    """Refuse a tier in more bits than full, or in fewer than weights that came quantised, and bridges in 16 bits.
 
     Args:
         precision: of full.
@@ -46,6 +47,11 @@ def check_precisions(mask: Mask, precision: str, *, quantised_source: bool) -> N
     Raises:
         ExportError: with what the mask may name.
     """
+    if is_half(precision) and mask.bridges:
+        raise ExportError(
+            f"mask '{mask.name}' has bridges, which are fitted in float32, and full is {precision}; give --precision "
+            "fp32, int8 or int4, or a mask without bridges"
+        )
     if quantised_source:
         allowed, reason = {precision}, "weights that come quantised are kept as they are"
     else:

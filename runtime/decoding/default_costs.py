@@ -16,6 +16,7 @@ _LATENCY: dict[str, dict[int, float]] = {
     "int8": {1: 0.36, 2: 0.44, 4: 0.62, 8: 0.93, 16: 1.57},
     "int4": {1: 0.29, 2: 0.40, 4: 0.59, 8: 0.94, 16: 1.66},
 }
+_LATENCY["fp16"] = _LATENCY["fp32"]  # on a CPU, products in float16 are computed in float32
 #: Precisions of a bundle's weights that there are costs for.
 PRECISIONS = tuple(_LATENCY)
 #: Share of a pass's latency that the LM head takes.

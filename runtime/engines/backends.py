@@ -54,9 +54,10 @@ def open_engines(
     if backend == ONNXRUNTIME:
         if kind != "cpu":
             raise BundleError(
-                f"the graphs of {bundle.path} are float32, and ONNX Runtime's CUDA provider has their attention in "
-                "float16 and bfloat16 only; run it with device='cpu' (--device cpu), or run `via-sd-export build "
-                f"{bundle.path} --dtype fp16` and load it with backend='portable-cuda' (--backend portable-cuda)"
+                f"the graphs of {bundle.path} give their attention the lengths of several sequences, which "
+                "onnxruntime-gpu 1.31.1 does not take, nor float32; run it with device='cpu' (--device cpu), or run "
+                f"`via-sd-export build {bundle.path} --dtype fp16` and load it with backend='portable-cuda' "
+                "(--backend portable-cuda)"
             )
         return _own_graphs(bundle, threads, slots, deterministic)
     if deterministic:
@@ -88,6 +89,11 @@ def _own_graphs(
     bundle: Bundle, threads: int | None, slots: int, deterministic: bool
 ) -> tuple[ReadableEngine, ReadableEngine | None]:
     verifier, described = bundle.manifest["verifier"], bundle.manifest["drafter"]
+    if verifier["kv"]["dtype"] == "bfloat16":
+        raise BundleError(
+            f"{bundle.path} is bf16, for which ONNX Runtime has no kernels on a CPU; export it in fp16 (--precision "
+            "fp16), which has half the memory of fp32 too, or in fp32, int8 or int4"
+        )
 
     def engine(description: dict[str, Any], max_seq_len: int) -> OrtEngine:
         graph = bundle.graph(description)

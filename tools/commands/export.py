@@ -12,9 +12,11 @@ from via_sd.tools.commands.console import command, err, progress_bar
 
 
 class Precision(StrEnum):
-    """Weights of a CPU bundle."""
+    """Weights of a bundle; in 16 bits activations and KV, too."""
 
     fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
     int8 = "int8"
     int4 = "int4"
 
@@ -52,7 +54,8 @@ def export(
     precision: Annotated[
         Precision | None,
         typer.Option(
-            help="Weights: float32, or weight-only int8 or int4.", show_default="fp32, or what an ONNX decoder has"
+            help="Float32; 16 bits for weights, activations and KV; or weight-only int8 or int4.",
+            show_default="fp32, or what an ONNX decoder has",
         ),
     ] = None,
     slim_precision: Annotated[

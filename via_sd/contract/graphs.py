@@ -140,7 +140,8 @@ def kv_place(name: str | None) -> tuple[int, str] | None:
 def kv_bytes_per_token(kv: Mapping[str, Any]) -> int:
     """Bytes that the KV buffers of a manifest's entry `kv` hold for every token of a sequence."""
     values = int(kv["num_layers"]) * len(kv["parts"]) * int(kv["num_heads"]) * int(kv["head_dim"])
-    return values * int(np.dtype(kv["dtype"]).itemsize)
+    # numpy has no bfloat16
+    return values * (2 if kv["dtype"] == "bfloat16" else int(np.dtype(kv["dtype"]).itemsize))
 
 
 def step_arrays(tokens: np.ndarray, past: int, num_logits: int) -> dict[str, np.ndarray]:

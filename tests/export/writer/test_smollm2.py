@@ -22,7 +22,8 @@ from via_sd.export.passes.lower import lower
 from via_sd.export.sources.checkpoint import open_checkpoint
 from via_sd.export.sources.gguf.model import gguf_to_directory
 from via_sd.masks import Mask, ModelIdentity
-from via_sd.runtime import Pipeline
+from via_sd.runtime import Pipeline, load_bundle
+from via_sd.runtime.engines.backends import open_engines
 from via_sd.tools.bench.prompts import Prompt, read_prompts
 from via_sd.tools.demo.smollm2 import fetch_smollm2
 
@@ -33,6 +34,7 @@ SLIM = Mask.from_flags(
     tuple(layer not in (0, 6, 7, 8, 15, 22, 29) for layer in range(LAYERS)),
     tuple(layer not in (1, 6, 7, 8, 15, 21, 29) for layer in range(LAYERS)),
 )
+EXACT = ("plain", "speculative", "cascade")
 PROMPTS = Path(__file__).parents[2] / "prompts.jsonl"
 #: Prefill, steps of five at an offset, single steps.
 STEPS = (40, 5, 5, 1, 1, 1, 5)
@@ -125,6 +127,30 @@ def test_the_gguf_file_and_the_directory_made_from_it_give_the_same_weights(bund
 
 def test_slim_and_manifest_are_under_a_megabyte(bundle):
     assert sum((bundle / name).stat().st_size for name in ("verifier/slim.onnx", "bundle.json")) < 1_000_000
+
+
+@pytest.fixture(scope="module")
+def fp16_bundle(from_gguf, tmp_path_factory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("smollm2") / "fp16"
+    yield export_bundle(from_gguf.directory, path, masks=[SLIM], precision="fp16", max_seq_len=CAPACITY)
+    shutil.rmtree(path)
+
+
+def test_in_float16_logits_are_within_two_hundredths_and_exact_modes_write_one_text(bundle, fp16_bundle, text_tokens):
+    half = Pipeline.load(fp16_bundle, max_sequences=1)
+    found, wanted = (
+        open_engines(load_bundle(path), device="cpu")[0].new_buffers().forward("full", text_tokens, 0, len(text_tokens))
+        for path in (fp16_bundle, bundle)
+    )
+    logits, of_float32 = (np.stack([row.logits for row in rows]) for rows in (found, wanted))
+    assert np.abs(logits - of_float32).max() <= 2e-2 * np.abs(of_float32).max()
+    assert np.sqrt(np.square(logits - of_float32).mean()) <= 3e-2
+    size, whole = ((path / "verifier/weights.data").stat().st_size for path in (fp16_bundle, bundle))
+    assert size < 0.51 * whole
+    for bucket in ("copy", "code", "chat"):
+        text = next(p for p in read_prompts(PROMPTS) if p.bucket == bucket).text
+        greedy = [half.generate(text, mode=mode, max_new_tokens=32, temperature=0.0).token_ids for mode in EXACT]
+        assert greedy[1:] == greedy[:1] * (len(EXACT) - 1)
 
 
 @pytest.mark.parametrize("bucket", ["copy", "code", "chat"])
