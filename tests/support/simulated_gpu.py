@@ -91,15 +91,15 @@ class Driver(ModuleType):
             CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=8, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=9
         )
 
-    def fail(self, name: str, *, after: bool = False) -> None:
-        """Make the next call of function `name` fail, before it does anything or after it did it."""
+    def fail(self, name: str, *, after: bool = False, error: str = "CUDA_ERROR_OUT_OF_MEMORY") -> None:
+        """Make the next call of function `name` fail with `error`, before it does anything or after it did it."""
         function = getattr(self, name)
 
         def failing(*arguments: Any) -> tuple[Any, ...]:
             delattr(self, name)  # the method is there again
             if after:
                 function(*arguments)
-            return SimpleNamespace(name="CUDA_ERROR_OUT_OF_MEMORY"), None
+            return SimpleNamespace(name=error), None
 
         setattr(self, name, failing)
 

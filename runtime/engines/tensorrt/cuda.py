@@ -21,6 +21,24 @@ class DeviceError(ViaSdError):
     """A call to the GPU that failed."""
 
 
+#: What the driver documents to leave the context inconsistent: every later call fails until the process ends.
+_STICKY = frozenset(
+    f"CUDA_ERROR_{name}"
+    for name in (
+        "ILLEGAL_ADDRESS",
+        "LAUNCH_FAILED",
+        "LAUNCH_TIMEOUT",
+        "ILLEGAL_INSTRUCTION",
+        "MISALIGNED_ADDRESS",
+        "INVALID_ADDRESS_SPACE",
+        "INVALID_PC",
+        "HARDWARE_STACK_ERROR",
+        "ECC_UNCORRECTABLE",
+        "ASSERT",
+    )
+)
+
+
 class DeviceLock:
     """A lock that is not reentrant, and calls that wait until nobody holds it.
 
@@ -67,6 +85,7 @@ class Cuda:
     """
 
     def __init__(self, ordinal: int = 0) -> None:
+        self._lost: str | None = None
         try:
             self._driver: Any = importlib.import_module("cuda.bindings.driver")
         except ImportError as error:
@@ -86,7 +105,16 @@ class Cuda:
         self.use()
 
     def use(self) -> None:
-        """Make the GPU current in the calling thread."""
+        """Make the GPU current in the calling thread.
+
+        Raises:
+            DeviceError: an earlier call failed in a way that leaves nothing of the GPU usable in this process.
+        """
+        if self._lost is not None:
+            raise DeviceError(
+                f"the GPU cannot be used in this process any more since {self._lost}: end the process and start it "
+                "again; if this recurs, build the engines again"
+            )
         self.call("cuCtxSetCurrent", self._context)
 
     @property
@@ -110,7 +138,10 @@ class Cuda:
         """Call a driver function; its result, if it has one."""
         error, *values = getattr(self._driver, name)(*arguments)
         if error != self._driver.CUresult.CUDA_SUCCESS:
-            raise DeviceError(f"{name}: {error.name}")
+            failed = f"{name}: {error.name}"
+            if error.name in _STICKY:
+                self._lost = self._lost or failed
+            raise DeviceError(failed)
         return values[0] if values else None
 
 

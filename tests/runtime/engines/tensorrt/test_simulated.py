@@ -24,7 +24,7 @@ from via_sd.runtime import Pipeline, load_bundle
 from via_sd.runtime.engines.engine_files import read_engine_files
 from via_sd.runtime.engines.rows import logits_of
 from via_sd.runtime.engines.tensorrt import launcher, load_engines
-from via_sd.runtime.engines.tensorrt.cuda import Cuda, DeviceError, DeviceMemory
+from via_sd.runtime.engines.tensorrt.cuda import _STICKY, Cuda, DeviceError, DeviceMemory
 from via_sd.runtime.engines.tensorrt.engine import TensorRTEngine
 
 pytest.importorskip("tensorrt_rtx", reason="needs the tensorrt-rtx extra")
@@ -145,6 +145,34 @@ def test_memory_of_a_sequence_that_could_not_be_set_up_or_run_is_freed(call, sim
         verifier.new_buffers().forward("full", [1, 2], 0, 1)
     gc.collect()
     assert simulated.driver.memory.held == held
+
+
+def test_an_error_that_leaves_the_context_unusable_ends_the_pipeline(simulated):
+    """The driver would answer every later call with the same error, and each request would blame its own call."""
+    verifier = simulated.pipeline.verifier
+    buffers = verifier.new_buffers()
+    simulated.driver.fail("cuStreamSynchronize", error="CUDA_ERROR_ILLEGAL_ADDRESS")
+    with pytest.raises(DeviceError, match=r"^cuStreamSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS$"):
+        buffers.forward("full", [1, 2], 0, 1)
+    launches = simulated.driver.launches
+    for call in (verifier.new_buffers, lambda: buffers.forward("full", [1, 2], 0, 1)):
+        with pytest.raises(DeviceError, match="since cuStreamSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS: end the process"):
+            call()
+    with pytest.raises(DeviceError, match="end the process and start it again"):
+        simulated.pipeline.generate("abc abc", **PLAIN)
+    assert simulated.driver.launches == launches
+
+
+def test_errors_that_end_the_pipeline_are_the_drivers():
+    driver = pytest.importorskip("cuda.bindings.driver")
+    assert all(hasattr(driver.CUresult, name) for name in _STICKY)
+
+
+def test_an_allocation_that_fails_does_not_end_the_pipeline(simulated):
+    simulated.driver.fail("cuMemAlloc")
+    with pytest.raises(DeviceError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        simulated.pipeline.verifier.new_buffers()
+    assert simulated.pipeline.generate("abc abc", **PLAIN).token_ids
 
 
 def test_memory_is_not_freed_while_a_step_is_recorded_but_after_it(simulated):
