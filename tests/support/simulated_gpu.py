@@ -278,12 +278,29 @@ class Plan:
         return self.names[index]
 
     def create_runtime_config(self) -> Any:
-        return SimpleNamespace(set_execution_context_allocation_strategy=lambda strategy: None)
+        return RuntimeConfig()
 
     def create_execution_context(self, config: Any) -> Context:
         context = Context(self)
+        context.kernels = getattr(config, "kernels", None)
         self.library.contexts.append(context)
         return context
+
+
+class RuntimeConfig:
+    """How an execution context is to be made."""
+
+    kernels: object = None
+
+    def set_execution_context_allocation_strategy(self, strategy: Any) -> None:
+        """Memory is the host's here."""
+
+    def create_runtime_cache(self) -> object:
+        return object()
+
+    def set_runtime_cache(self, cache: object) -> bool:
+        self.kernels = cache
+        return True
 
 
 class Context:
@@ -291,6 +308,7 @@ class Context:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        self.kernels: object = None
         self._driver = plan.library.driver
         self._addresses: dict[str, int] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}

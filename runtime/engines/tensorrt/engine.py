@@ -34,7 +34,7 @@ from via_sd.runtime.engines.protocol import OneSequencePerPass
 from via_sd.runtime.engines.rows import Row
 from via_sd.runtime.engines.steps import Step, StepPlanner
 from via_sd.runtime.engines.tensorrt.cuda import Cuda, DeviceMemory, PinnedArray, Stream, load_array, load_file
-from via_sd.runtime.engines.tensorrt.launcher import Launcher
+from via_sd.runtime.engines.tensorrt.launcher import KernelCache, Launcher
 
 _MODULES = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}
 _ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -102,6 +102,7 @@ class TensorRTEngine(OneSequencePerPass):
         # A version-compatible plan carries code for the host, which a runtime refuses unless it is told otherwise; that
         # the plan may run was decided when its files were read.
         self._runtime.engine_host_code_allowed = bool(files.request["version_compatible"])
+        self.kernels = KernelCache()
         self._weights = weights  # alive as long as an address into it is bound
         base = 0 if weights is None else weights.address
         self.addresses = {t["name"]: base + t["offset"] for t in manifest["weights"]["tensors"][model]}

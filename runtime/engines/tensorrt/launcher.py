@@ -19,6 +19,24 @@ _MAX_GRAPHS = 64
 Size = tuple[str, int, int, int]
 
 
+class KernelCache:
+    """What TensorRT for RTX compiled on this GPU, for every context of a model's tiers and sequences.
+
+    Kernels are compiled when a step first needs them; without a cache, once more for each context. Held with the lock
+    of the GPU. It has to outlive the contexts.
+    """
+
+    def __init__(self) -> None:
+        self._cache: Any = None
+
+    def attach(self, config: Any) -> None:
+        """Let contexts that are made with `config` take kernels from here, and leave theirs."""
+        if self._cache is None:
+            self._cache = config.create_runtime_cache()
+        if not config.set_runtime_cache(self._cache):
+            raise DeviceError("TensorRT for RTX takes no runtime cache; install the version that built the engines")
+
+
 class Launcher:
     """Starts steps on one stream.
 
@@ -41,6 +59,7 @@ class Launcher:
         self._graphs: OrderedDict[Size, tuple[Callable[[], None], Any]] = OrderedDict()
         self._seen: set[Size] = set()
         self._not_recorded: set[Size] = set()
+        self._kernels = engine.kernels  # attributes go in this order: the contexts first
 
     def launch(self, tier: str, tokens: int, rows: int, visible: int) -> None:
         """Enqueue a step of `tier` that has its inputs in place."""
@@ -92,6 +111,7 @@ class Launcher:
         if self._captures_itself:
             config = plan.create_runtime_config()
             config.set_execution_context_allocation_strategy(managed)
+            self._kernels.attach(config)
             config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
             context = plan.create_execution_context(config)
         else:

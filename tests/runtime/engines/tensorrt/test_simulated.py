@@ -147,6 +147,20 @@ def test_memory_of_a_sequence_that_could_not_be_set_up_or_run_is_freed(call, sim
     assert simulated.driver.memory.held == held
 
 
+def test_contexts_of_all_tiers_and_sequences_share_compiled_kernels(simulated):
+    if not hasattr(simulated.library, "CudaGraphStrategy"):
+        pytest.skip("TensorRT proper compiles nothing where it runs")
+    verifier = simulated.pipeline.verifier
+    simulated.library.contexts.clear()
+    for buffers in (verifier.new_buffers(), verifier.new_buffers()):
+        for tier in verifier.tiers:
+            buffers.forward(tier, [1, 2], 0, 1)
+    found = [context.kernels for context in simulated.library.contexts]
+    assert len(found) >= 4
+    assert found[0] is not None
+    assert all(kernels is found[0] for kernels in found)
+
+
 def test_an_error_that_leaves_the_context_unusable_ends_the_pipeline(simulated):
     """The driver would answer every later call with the same error, and each request would blame its own call."""
     verifier = simulated.pipeline.verifier
