@@ -128,11 +128,12 @@ class RouterMargins:
 class DivergenceGuard:
     """Tightens the gates of one sequence when its audit finds more divergence than the user allows, and loosens again.
 
-    The rate is an average over roughly the last `memory` audited tokens, without a prior: it is asked only after them.
-    Each block that finds it above the limit halves `tightening`; each that finds it below doubles it, up to 1.
+    Counted are roughly the last `memory` audited tokens. A few disagreements are no evidence: at a limit of 2 % chance
+    brings one in 30 tokens. More than the limit explains are those beyond its expectation by a standard deviation and
+    a half token. Each block that finds so many halves `tightening`; each other doubles it, up to 1.
     """
 
-    def __init__(self, limit: float | None, memory: int = 64) -> None:
+    def __init__(self, limit: float | None, memory: int = 512) -> None:
         self._limit = OPTIONS["max_divergence"].check(limit)
         self._divergence = RunningRatio(1 - 1 / memory)
         self.tightening = 1.0
@@ -143,8 +144,9 @@ class DivergenceGuard:
             return
         for value in disagreements:
             self._divergence.add(value)
-        too_much = self._divergence.value > self._limit
-        self.tightening = self.tightening / 2 if too_much else min(1.0, self.tightening * 2)
+        expected = self._limit * self._divergence.units
+        too_many = self._divergence.value * self._divergence.units > expected + math.sqrt(expected) + 0.5
+        self.tightening = self.tightening / 2 if too_many else min(1.0, self.tightening * 2)
         if self.tightening < 1 / 64:
             self.tightening = 1 / 64
 

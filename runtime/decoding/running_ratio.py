@@ -27,6 +27,11 @@ class RunningRatio:
         """The ratio; a ratio without a prior has none before there is evidence."""
         return (self._amount + self._prior) / (self._units + self._weight)
 
+    @property
+    def units(self) -> float:
+        """Units of the evidence, without the prior's."""
+        return self._units
+
     def add(self, amount: float, units: float = 1.0, *, steps: int = 1) -> None:
         """Take new evidence, `steps` after the last."""
         kept = self._memory**steps
