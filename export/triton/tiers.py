@@ -56,7 +56,7 @@ def write_tiers(
     """Adds `full`, `slim` and `drafter` (those the bundle has) to `repository`, and the model `name` over them.
 
     Args:
-        options: placement and threads are those of the tiers' models, the rest is for the model over them.
+        options: instances and threads are those of the tiers' models, the rest is for the model over them.
         copy: copy the weights; otherwise they are hard links, which ONNX Runtime takes for plain files.
 
     Returns:
@@ -64,11 +64,17 @@ def write_tiers(
 
     Raises:
         BundleError: no bundle there, or a damaged one.
-        RepositoryError: a model of one of these names that is there already, or no `onnx_ir` to read
+        RepositoryError: a GPU is asked for, a model of one of these names is there already, or no `onnx_ir` to read
             the graphs with.
         DiskSpaceError: the weights of all tiers do not fit on the disk.
     """
     options = options or ServingOptions()
+    if options.gpus:
+        raise RepositoryError(
+            "the tiers layout was asked for a GPU (--gpu), and its graphs give their attention the lengths of several "
+            "sequences, which ONNX Runtime's CUDA provider does not take (1.31.1); leave out --gpu, or serve engines: "
+            "--layout pipeline --backend tensorrt-rtx"
+        )
     source = Path(bundle).resolve()
     checked = load_bundle(source)
     manifest = checked.manifest
@@ -87,7 +93,7 @@ def write_tiers(
             _write_tier(all_or_none.enter_context(new_model(repository, tier.model)), tier, options, copy)
         folder = all_or_none.enter_context(new_model(repository, name))
         _copy_without_graphs(source, manifest, folder / "1" / "bundle")
-        over = replace(options, instances=1, gpus=(), threads=None)
+        over = replace(options, instances=1, threads=None)
         # No warm-up: while this model loads, the ones it calls may not be there yet.
         write_model(folder, model_config(name, "bundle", over, warm_up=False, extra=extra), warm_up=False)
     return Path(repository) / name

@@ -249,3 +249,9 @@ def test_tiers_become_models_whose_configuration_is_their_graph(tiny_bundle: Pat
     left = {path.name for path in (folder / "1" / "bundle").rglob("*")}
     assert "tokenizer.json" in left
     assert not {"weights.data", "model.onnx"} & left
+
+
+def test_tiers_are_not_placed_on_a_gpu_that_cannot_run_them(tiny_bundle, tmp_path):
+    with pytest.raises(RepositoryError, match=r"leave out --gpu, or serve engines: --layout pipeline"):
+        write_tiers(tiny_bundle, tmp_path / "models", options=ServingOptions(gpus=(0,)))
+    assert not (tmp_path / "models").exists()
