@@ -15,7 +15,7 @@ from via_sd.export.sources.checkpoint import Checkpoint, open_checkpoint
 from via_sd.export.writer.decoder import write_decoder
 from via_sd.export.writer.generation_config import read_generation_config
 from via_sd.export.writer.limits import capacity
-from via_sd.export.writer.precision import check_precision, precision_of
+from via_sd.export.writer.precision import activations_of, check_precision, precision_of
 from via_sd.export.writer.tiers import check_nesting, check_precisions, drafter_mask, resolve_mask, slim_in_precision
 from via_sd.export.writer.tokenizer import export_tokenizer
 from via_sd.export.writer.vocabulary import check_vocabularies
@@ -33,6 +33,7 @@ def export_bundle(
     drafter: str = "ngram",
     precision: str | None = None,
     slim_precision: str | None = None,
+    activations: str | None = None,
     max_seq_len: int | None = None,
     chat_template: str | Path | None = None,
     check: bool = True,
@@ -51,6 +52,7 @@ def export_bundle(
             (blocks of 32, symmetric); by default what the weights are in an ONNX decoder, and `fp32` otherwise.
         slim_precision: of what the slim-verifier keeps, its LM head included: `int8` or `int4`; without masks the
             slim-verifier is then the whole model in that precision. Masks can say it of each sublayer.
+        activations: of activations and KV with weights in `int8` or `int4`: `fp32` (default) or `fp16`.
         max_seq_len: capacity of a KV buffer in tokens; the model's limit or 4096, whichever is less, by default.
         chat_template: file with a Jinja chat template to take instead of the model's.
         check: compare with transformers on the checkpoint, or with the ONNX decoder as it came, before the bundle is
@@ -71,6 +73,7 @@ def export_bundle(
     check_precision(precision)
     with whole_directory(target) as directory, open_checkpoint(verifier, progress) as source:
         precision = precision_of(precision, source, str(verifier))
+        computed_in = activations_of(activations, precision, source)
         tiers = [resolve_mask(mask, source.identity, mask_format) for mask in masks]
         if slim_precision is not None:
             tiers = slim_in_precision(tiers, slim_precision, precision, source.identity)
@@ -82,8 +85,9 @@ def export_bundle(
         every = tiers + ([deepest] if deepest else [])
         check_nesting(every)
         for mask in every:
-            check_precisions(mask, precision, quantised_source=source.precision is not None)
-        decoder = write_decoder(source, directory / VERIFIER, every, precision, limit, check, progress)
+            quantised = source.precision is not None
+            check_precisions(mask, precision, quantised_source=quantised, activations=computed_in)
+        decoder = write_decoder(source, directory / VERIFIER, every, precision, computed_in, limit, check, progress)
         manifest: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
@@ -101,7 +105,9 @@ def export_bundle(
         if deepest:
             manifest["drafter"] = {"kind": "mask", "tier": deepest.name}
         elif drafter != "ngram":
-            manifest["drafter"] = _write_drafter(drafter, directory, source, precision, limit, check, progress)
+            manifest["drafter"] = _write_drafter(
+                drafter, directory, source, precision, computed_in, limit, check, progress
+            )
         progress("hashing", None)
         manifest["files"] = describe_files(directory, leave_out=[MANIFEST])
         write_manifest(directory, manifest)
@@ -113,6 +119,7 @@ def _write_drafter(
     directory: Path,
     verifier: Checkpoint,
     precision: str,
+    activations: str,
     max_seq_len: int,
     check: bool,
     progress: Progress,
@@ -122,8 +129,9 @@ def _write_drafter(
         shared = check_vocabularies(verifier.directory, source.directory, verifier.config, source.config)
         (directory / DRAFTER).mkdir()
         precision_of(precision, source, drafter)
+        activations_of(activations, precision, source)
         limit = min(max_seq_len, capacity(None, source.config, at_most=max_seq_len))
-        decoder = write_decoder(source, directory / DRAFTER, [], precision, limit, check, progress)
+        decoder = write_decoder(source, directory / DRAFTER, [], precision, activations, limit, check, progress)
         return {
             "kind": "model",
             "model": source.identity.to_json(),

@@ -71,6 +71,7 @@ def write_decoder(
     directory: Path,
     masks: list[Mask],
     precision: str,
+    activations: str,
     max_seq_len: int,
     check: bool,
     progress: Progress,
@@ -79,7 +80,8 @@ def write_decoder(
 
     Args:
         masks: of the tiers besides full, nested.
-        precision: of the weights; in 16 bits of activations and KV, too.
+        precision: of the weights.
+        activations: `fp32`, `fp16` or `bf16`: of activations and KV.
         max_seq_len: capacity of a KV buffer in tokens.
         check: compare with transformers, or with the graph it came from.
 
@@ -91,7 +93,7 @@ def write_decoder(
     reference = _reference(source, max_seq_len, progress) if check else None
     # In a decoder of some precision, a mask that names it means what full does.
     branches = [mask.keeping(precision) for mask in masks]
-    model, substitutes = _quantised(source, branches, precision, reference, max_seq_len, progress)
+    model, substitutes = _quantised(source, branches, precision, activations, reference, max_seq_len, progress)
     kv = describe_kv(model)
     weights = write_weights(_without_bridges(model, branches, substitutes), directory, progress)
     bridges = fit_bridges(
@@ -117,13 +119,13 @@ def write_decoder(
             "added_bytes": size,
         }
     result = None
-    if reference and precision != "bf16":  # for which ONNX Runtime's CPU provider has no kernels
+    if reference and activations != "bf16":  # for which ONNX Runtime's CPU provider has no kernels
         progress("checking the bundle's graph", None)
         found = check_logits(
             Stepper(directory / GRAPH_FILE),
             reference,
             quantised=_is_quantised(source, precision),
-            tolerance=FP16_TOLERANCE if is_half(precision) else FP32_TOLERANCE,
+            tolerance=FP16_TOLERANCE if is_half(activations) else FP32_TOLERANCE,
         )
         result = {"against": reference.computed_by, **found.to_json()}
     manifest = {
@@ -154,6 +156,7 @@ def _quantised(
     source: Checkpoint,
     masks: list[Mask],
     precision: str,
+    activations: str,
     reference: Reference | None,
     max_seq_len: int,
     progress: Progress,
@@ -165,16 +168,17 @@ def _quantised(
     fused: ir.Model = model.clone()
     FuseGateUpPass()(fused)
     quantise_full = _is_quantised(source, precision)
-    half = is_half(precision)
+    half = is_half(activations)
     fitted = any("int4" in mask.precisions for mask in masks) or (quantise_full and precision == "int4")
     energy = _measure(fused, source.config, reference if quantise_full or half else None, fitted, max_seq_len, progress)
     substitutes = Substitutes(quantised_variants(fused, masks, energy, progress))
     if quantise_full:
         quantise(fused, precision, progress, energy)
+    full = fused if quantise_full or source.precision is not None else model
     if half:
-        for graph in (model, *substitutes.variants.values()):
-            halve(graph, precision)
-    return (model if precision == "fp32" or half else fused), substitutes
+        for graph in (full, *substitutes.variants.values()):
+            halve(graph, activations)
+    return full, substitutes
 
 
 def _reference(source: Checkpoint, max_seq_len: int, progress: Progress) -> Reference:

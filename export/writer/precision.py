@@ -32,6 +32,27 @@ def is_half(precision: str) -> bool:
     return precision in _HALF
 
 
+def activations_of(wanted: str | None, precision: str, source: Checkpoint) -> str:
+    """What a decoder in `precision` computes in between its weights: `fp32`, `fp16` or `bf16`.
+
+    Args:
+        wanted: `fp32`, `fp16`, or None for what goes with the precision.
+
+    Raises:
+        ExportError: no such choice with that precision, or with weights that came quantised.
+    """
+    usual = precision if is_half(precision) else "fp32"
+    if wanted in (None, usual):
+        return usual
+    if wanted != "fp16" or not precision.startswith("int") or source.precision is not None:
+        raise ExportError(
+            f"activations in {wanted} do not go with weights in {precision}"
+            f"{' that came quantised' if source.precision is not None else ''}; wanted {usual}, or fp16 with weights "
+            "that the export quantises (--precision int8 or int4)"
+        )
+    return "fp16"
+
+
 def precision_of(wanted: str | None, source: Checkpoint, name: str) -> str:
     """Precision of a decoder's weights: as asked, where they are not quantised already.
 

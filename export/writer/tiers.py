@@ -37,20 +37,21 @@ def drafter_mask(drafter: str, model: ModelIdentity, mask_format: MaskFormat | N
     return resolve_mask(drafter.removeprefix("mask:"), model, mask_format) if drafter.startswith("mask:") else None
 
 
-def check_precisions(mask: Mask, precision: str, *, quantised_source: bool) -> None:
+def check_precisions(mask: Mask, precision: str, *, quantised_source: bool, activations: str = "fp32") -> None:
     """Refuse a tier in more bits than full, or in fewer than weights that came quantised, and bridges in 16 bits.
 
     Args:
         precision: of full.
         quantised_source: the weights came quantised.
+        activations: of every tier.
 
     Raises:
         ExportError: with what the mask may name.
     """
-    if is_half(precision) and mask.bridges:
+    if is_half(activations) and mask.bridges:
         raise ExportError(
-            f"mask '{mask.name}' has bridges, which are fitted in float32, and full is {precision}; give --precision "
-            "fp32, int8 or int4, or a mask without bridges"
+            f"mask '{mask.name}' has bridges, which are fitted in float32, and activations are {activations}; give "
+            "activations in fp32, or a mask without bridges"
         )
     if quantised_source:
         allowed, reason = {precision}, "weights that come quantised are kept as they are"

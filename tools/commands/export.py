@@ -28,6 +28,13 @@ class SlimPrecision(StrEnum):
     int4 = "int4"
 
 
+class Activations(StrEnum):
+    """Activations and KV beside quantised weights."""
+
+    fp32 = "fp32"
+    fp16 = "fp16"
+
+
 class MaskMeaning(StrEnum):
     """What a bare array in a mask file lists."""
 
@@ -65,6 +72,10 @@ def export(
             show_default="those of the verifier",
         ),
     ] = None,
+    activations: Annotated[
+        Activations | None,
+        typer.Option(help="Activations and KV beside int8 or int4 weights.", show_default="fp32"),
+    ] = None,
     max_seq_len: Annotated[
         int | None, typer.Option(help="Capacity of a KV buffer in tokens.", show_default="the model's, at most 4096")
     ] = None,
@@ -85,6 +96,7 @@ def export(
             drafter=drafter,
             precision=precision.value if precision else None,
             slim_precision=slim_precision.value if slim_precision else None,
+            activations=activations.value if activations else None,
             max_seq_len=max_seq_len,
             chat_template=chat_template,
             check=check,

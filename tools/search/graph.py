@@ -22,7 +22,6 @@ from via_sd.export.portable.unroute import UnroutePass
 from via_sd.export.sources.checkpoint import open_checkpoint
 from via_sd.export.writer.describe import describe_kv
 from via_sd.export.writer.limits import capacity
-from via_sd.export.writer.precision import is_half
 from via_sd.export.writer.tokenizer import export_tokenizer
 from via_sd.export.writer.variants import quantised_copies
 from via_sd.export.writer.weights import load_graph, save_graph, write_weights
@@ -66,9 +65,9 @@ def build(verifier: str, directory: Path, precisions: Sequence[QuantisedState] =
     description: dict[str, Any]
     if (Path(verifier) / MANIFEST).is_file():
         bundle = load_bundle(verifier)
-        if is_half(bundle.precision):
+        if (kept := bundle.manifest["verifier"]["kv"]["dtype"]) != "float32":
             raise ExportError(
-                f"{verifier} is {bundle.precision}, and masks are searched with activations in float32: give the "
+                f"{verifier} has activations in {kept}, and masks are searched with activations in float32: give the "
                 "checkpoint, or a bundle in fp32, int8 or int4; a mask fits every precision of its checkpoint"
             )
         manifest = bundle.manifest

@@ -35,6 +35,10 @@ def bundles(checkpoint_of, tmp_path_factory) -> dict[str, Path]:
         for precision in ("fp32", "fp16", "bf16")
     }
     made["mixed"] = export_bundle(verifier, root / "mixed", slim_precision="int8", precision="fp16", max_seq_len=96)
+    made["int4"], made["int4 in fp16"] = (
+        export_bundle(verifier, root / f"int4-{act}", masks=[SLIM], precision="int4", activations=act, max_seq_len=96)
+        for act in ("fp32", "fp16")
+    )
     return made
 
 
@@ -81,7 +85,7 @@ def test_nothing_but_the_logits_is_float32(bundles, precision):
     assert [v.name for v in values if v.dtype == ir.DataType.FLOAT] == ["logits"]
 
 
-@pytest.mark.parametrize("name", ["fp16", "mixed"])
+@pytest.mark.parametrize("name", ["fp16", "mixed", "int4 in fp16"])
 def test_exact_modes_write_the_greedy_text_of_plain(bundles, name):
     pipeline = Pipeline.load(bundles[name], threads=1)
     plain = pipeline.generate(PROMPT, GenerationConfig(mode="plain", max_new_tokens=24, temperature=0.0))
@@ -91,6 +95,21 @@ def test_exact_modes_write_the_greedy_text_of_plain(bundles, name):
         assert found.token_ids == plain.token_ids
     routed = pipeline.generate(PROMPT, GenerationConfig(mode="routed", max_new_tokens=24, temperature=0.0))
     assert len(routed.token_ids) == len(plain.token_ids)
+
+
+def test_quantised_weights_have_kv_in_float16_where_that_is_asked_for(bundles):
+    half, whole = (load_bundle(bundles[name]) for name in ("int4 in fp16", "int4"))
+
+    assert (half.precision, half.manifest["verifier"]["kv"]["dtype"]) == ("int4", "float16")
+    assert kv_bytes(half.manifest)["per_token"] * 2 == kv_bytes(whole.manifest)["per_token"]
+    found, wanted = (logits_of(bundles[name], "full") for name in ("int4 in fp16", "int4"))
+    assert np.abs(found - wanted).max() <= 0.1 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_activations_are_chosen_beside_quantised_weights_only(precision, checkpoint_of, tmp_path):
+    with pytest.raises(ExportError, match=f"in fp16 do not go with weights in {precision}"):
+        export_bundle(checkpoint_of("llama"), tmp_path / "out", precision=precision, activations="fp16")
 
 
 def test_bf16_is_refused_where_there_are_no_kernels(bundles):
@@ -118,10 +137,10 @@ def test_a_model_that_float16_cannot_hold_is_refused(checkpoint_of, tmp_path):
 def test_bridges_are_refused_in_16_bits(checkpoint_of, tmp_path):
     mask = Mask(("keep", "bridge", "keep", "keep"), ("keep", "bridge", "keep", "keep"), "keep")
 
-    with pytest.raises(ExportError, match="bridges, which are fitted in float32, and full is fp16"):
+    with pytest.raises(ExportError, match="bridges, which are fitted in float32, and activations are fp16"):
         export_bundle(checkpoint_of("llama"), tmp_path / "out", masks=[mask], precision="fp16", max_seq_len=96)
 
 
 def test_a_search_asks_for_another_precision(bundles, tmp_path):
-    with pytest.raises(ExportError, match="is fp16, and masks are searched with activations in float32"):
+    with pytest.raises(ExportError, match="has activations in float16, and masks are searched with"):
         build(str(bundles["fp16"]), tmp_path)
