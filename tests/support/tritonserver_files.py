@@ -53,7 +53,7 @@ def server_files(cache: Path | None = None) -> ServerFiles:
         TritonServerError: pip could not fetch the wheel, or what it fetched is not the wheel that was tried.
     """
     root = (cache or cache_directory()).resolve() / f"tritonserver-{SERVER_VERSION}"
-    _make_once(root, _fetch_server)
+    make_once(root, _fetch_server)
     server = root / "pytriton" / "tritonserver"
     return ServerFiles(
         binary=server / "bin" / "tritonserver",
@@ -108,10 +108,10 @@ def model_environment(scratch: Path, cache: Path | None = None) -> Path:
     """
     if int(importlib.metadata.version("numpy").split(".")[0]) < 2:
         return Path(sys.prefix)
-    older = (cache or cache_directory()).resolve() / f"numpy-{OLDER_NUMPY}-python{_python()}"
-    _make_once(older, _fetch_numpy)
+    older = (cache or cache_directory()).resolve() / f"numpy-{OLDER_NUMPY}-python{python_version()}"
+    make_once(older, _fetch_numpy)
     venv.create(scratch, symlinks=True)
-    packages = scratch / "lib" / f"python{_python()}" / "site-packages"
+    packages = scratch / "lib" / f"python{python_version()}" / "site-packages"
     here = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
     # addsitedir for this environment, not a bare path: it also reads the .pth files there, which is how editable
     # installs are found. The older numpy comes before it.
@@ -127,11 +127,11 @@ def _fetch_numpy(folder: Path) -> None:
     if done.returncode != 0:
         raise TritonServerError(
             f"this server's Python backend needs numpy < 2 (found {importlib.metadata.version('numpy')}), and pip has "
-            f"none for Python {_python()}:\n{done.stderr.strip()}\nRun this from Python 3.10, 3.11 or 3.12."
+            f"none for Python {python_version()}:\n{done.stderr.strip()}\nRun this from Python 3.10, 3.11 or 3.12."
         )
 
 
-def _make_once(root: Path, fill: Callable[[Path], None]) -> None:
+def make_once(root: Path, fill: Callable[[Path], None]) -> None:
     """Make the folder `root` with what `fill` puts into it, unless it is there already."""
     root.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(root.with_name(f".{root.name}.lock")):  # another process that makes it is waited for
@@ -140,7 +140,8 @@ def _make_once(root: Path, fill: Callable[[Path], None]) -> None:
                 fill(fresh)
 
 
-def _python() -> str:
+def python_version() -> str:
+    """Of the Python that runs this, such as 3.11."""
     return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
@@ -149,7 +150,7 @@ def lay_out_backends(files: ServerFiles, folder: Path) -> None:
 
     The stub has to be a link: a copy would lose the library path that is written relative to where it lies.
     """
-    version = _python()
+    version = python_version()
     stub = files.stubs / version / "triton_python_backend_stub"
     if not stub.is_file():
         have = ", ".join(sorted((entry.name for entry in files.stubs.iterdir()), key=lambda v: int(v.split(".")[1])))

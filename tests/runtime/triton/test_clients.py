@@ -1,7 +1,7 @@
-"""Clients that others wrote for TensorRT-LLM's models, as they send requests and read answers, on the real server.
+"""Clients that others wrote for TensorRT-LLM's models, on the real server.
 
-NVIDIA's `end_to_end_grpc_client.py` and both LangChain connectors were run themselves against this model; here their
-requests are sent, tensor by tensor.
+Those that PyPI has are run: LangChain's connector and `perf_analyzer`. NVIDIA's `end_to_end_grpc_client.py` and the
+OpenAI front end are not there; their requests are sent tensor by tensor, and their answers read as they read them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support import ROOT
+from tests.support.foreign_clients import run_perf_analyzer, run_with_connector
 from tests.support.parrot import ANSWER, PROMPT
 from tests.support.triton_client import PATIENCE, GrpcClient, post, tensors
 from tests.support.tritonserver import TritonServer
@@ -50,7 +52,7 @@ def ask(url: str, arrays: Arrays, model: str = "via_sd", outputs: tuple[str, ...
     got: queue.Queue[Any] = queue.Queue()
     with grpc.InferenceServerClient(url) as client:
         client.start_stream(callback=lambda result, error: got.put(error or result))
-        wanted = [grpc.InferRequestedOutput(name) for name in outputs]
+        wanted = [grpc.InferRequestedOutput(name) for name in outputs] or None
         client.async_stream_infer(model, infer_inputs(arrays), outputs=wanted, request_id="")
         client.stop_stream()
     return [got.get() for _ in range(got.qsize())]
@@ -167,6 +169,74 @@ def test_langchains_connector_gets_the_text_from_a_model_with_unsigned_counts(
     assert "".join(texts) == wanted
     last = found[-1].get_response(as_json=True)
     assert last["parameters"]["triton_final_response"]["bool_param"] is True
+
+
+CONNECTOR = """
+import json, sys
+from langchain_nvidia_trt.llms import TritonTensorRTLLM
+
+model = TritonTensorRTLLM(server_url=sys.argv[1], model_name="unsigned", tokens=100)
+print(json.dumps([model.invoke(sys.argv[2]), list(model.stream(sys.argv[2]))]))
+"""
+
+
+def test_langchains_connector_itself_gets_and_streams_the_text(server: TritonServer, pipeline: Pipeline) -> None:
+    said = run_with_connector(CONNECTOR, server.grpc_url, PROMPT, timeout=PATIENCE)
+    whole, streamed = json.loads(said.splitlines()[-1])
+    assert whole == "".join(streamed) == pipeline.generate(PROMPT, raw=True, max_new_tokens=100).text
+    assert len(streamed) > 3
+
+
+def test_perf_analyzer_measures_streams_and_refuses_http(server: TritonServer, tmp_path: Path) -> None:
+    requests = tmp_path / "requests.json"
+    requests.write_text(json.dumps({"data": [{"text_input": [PROMPT], "stream": [True], "max_tokens": [16]}]}))
+    common = ("-m", "via_sd", "--input-data", str(requests), "--measurement-interval", "500", "-s", "99")
+    done = run_perf_analyzer(*common, "-i", "grpc", "-u", server.grpc_url, "--streaming", timeout=PATIENCE)
+    assert "infer/sec" in done.stdout, done.stdout + done.stderr
+    done = run_perf_analyzer(*common, "-i", "http", "-u", server.http_url, timeout=PATIENCE)
+    assert "doesn't support models with decoupled transaction policy" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"stop_words": np.array([["again", "laughed"]], object)},
+        {"temperature": np.array([[1.0]], np.float32), "seed": np.array([[3]], np.uint64)},
+        {
+            "guided_decoding_guide_type": np.array([["json_schema"]], object),
+            "guided_decoding_guide": np.array([['{"enum": ["sea", "river"]}']], object),
+        },
+    ],
+    ids=["completion", "stop", "sampled", "forced tool"],
+)
+def test_the_openai_front_end_gets_one_text_a_response_and_its_usage(
+    asked: Arrays, stream: bool, server: TritonServer, pipeline: Pipeline
+) -> None:
+    if "guided_decoding_guide" in asked:
+        pytest.importorskip("llguidance", reason="needs the grammar extra")
+    flags = dict.fromkeys(("return_num_input_tokens", "return_num_output_tokens"), np.array([[True]]))
+    arrays = {
+        "text_input": np.array([[PROMPT]], object), "stream": np.array([[stream]]),
+        "max_tokens": np.array([[100]], np.int32), "top_p": np.array([[1.0]], np.float32),
+        "frequency_penalty": np.array([[0.0]], np.float32), "presence_penalty": np.array([[0.0]], np.float32),
+        "exclude_input_in_output": np.array([[True]]), **flags, **asked,
+    }  # fmt: skip
+    found = ask(server.grpc_url, arrays, outputs=())
+    texts = [result.as_numpy("text_output") for result in found]
+    assert all(text.size == 1 for text in texts), "it reads one string of each response"
+    assert (len(found) == 1) is not stream or len(found) <= 2
+    seen, made = ([result.as_numpy(name) for result in found] for name in ("num_input_tokens", "num_output_tokens"))
+    assert {each.dtype for each in (*seen, *made)} == {np.dtype(np.int32)}
+    wanted = pipeline.generate(
+        PROMPT, raw=True, max_new_tokens=100, stop=["again", "laughed"] if "stop_words" in asked else [],
+        json_schema='{"enum": ["sea", "river"]}' if "guided_decoding_guide" in asked else None,
+        temperature=1.0 if "seed" in asked else 0.0, seed=3,
+    )  # fmt: skip
+    assert "".join(text[0].decode() for text in texts) == wanted.text
+    assert seen[0].item() == wanted.prompt_tokens
+    assert sum(each.item() for each in made) == len(wanted.token_ids)
 
 
 @pytest.mark.parametrize(("kind", "name"), [(np.uint32, "UINT32"), (np.int64, "INT64")])
