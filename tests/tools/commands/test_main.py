@@ -84,7 +84,7 @@ def test_the_script_shows_no_traceback_either(damaged):
     [
         ["export"],
         ["export", "model"],
-        ["export", "model", "--out", "b", "--precision", "fp16"],
+        ["export", "model", "--out", "b", "--precision", "fp8"],
         ["export", "model", "--out", "b", "--max-seq-len", "many"],
         ["generate", "bundle", "--prompt", "x", "--temperature", "hot"],
         ["inspect"],
