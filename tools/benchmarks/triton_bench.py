@@ -75,7 +75,8 @@ class Client:
             result, error = self._answers.get()
             if error is not None:
                 raise error
-            pieces.append(result.as_numpy("text_output")[0, 0].decode())
+            if (text := result.as_numpy("text_output")) is not None:  # the empty final response has none
+                pieces.append(text[0].decode())
             first = first or time.perf_counter() - begun
             if result.get_response().parameters["triton_final_response"].bool_param:
                 return Answer("".join(pieces), len(pieces), first, time.perf_counter() - begun)
