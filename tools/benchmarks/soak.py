@@ -98,7 +98,8 @@ def through_library(
                 for _, _chunk in zip(range(number % 5), stream, strict=False):
                     pass
             return True
-        return pipeline.generate(**request(number, modes)).text == wanted[number % KINDS]
+        text: str = pipeline.generate(**request(number, modes)).text
+        return text == wanted[number % KINDS]
 
     return run(os.getpid(), requests, answer, progress, "through the library")
 
